@@ -1,0 +1,1 @@
+"""JSON request bodies: offsets, media items, splices. Pure functions."""

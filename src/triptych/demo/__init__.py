@@ -1,0 +1,1 @@
+"""The demo: one command, real engines, proofs."""

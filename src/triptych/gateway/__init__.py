@@ -1,0 +1,1 @@
+"""The gateway: plans, legs, pools, hand-over, relay."""

@@ -1,0 +1,1 @@
+"""Starts and supervises the vLLM processes of a topology."""

@@ -1,0 +1,1 @@
+"""A stand-in engine for load, faults and quick tests."""
