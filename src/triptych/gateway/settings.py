@@ -1,0 +1,304 @@
+"""What can be set on the gateway: one model behind flags, YAML file and environment.
+
+`triptych.gateway.sources` reads the three and merges them; everything else only sees `GatewaySettings`.
+Times are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+
+MiB = 1 << 20
+
+Role = Literal["encode", "prefill", "decode", "combined"]
+ROLES: tuple[Role, ...] = ("encode", "prefill", "decode", "combined")
+
+# What a client may not send unless it is named here (epd-gateway contract, "What a client may not send").
+Opening = Literal[
+    "ec_transfer_params",
+    "kv_transfer_params",
+    "uuid",
+    "embeds",
+    "data_parallel_rank",
+    "answer_handles",
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _engine_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not an engine address: write it as http://HOST:PORT or https://HOST:PORT")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{url!r} must be an address only (http://HOST:PORT), without path, query or user")
+    try:
+        parts.port  # noqa: B018 - raises on a port that is not a number in range
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    return url.rstrip("/")
+
+
+EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+
+
+class EngineSettings(_Model):
+    """One engine of a pool; a bare URL stands for one with defaults."""
+
+    url: EngineUrl
+    weight: PositiveFloat = Field(1.0, description="share of the load that this engine gets, relative to its pool")
+    max_in_flight: PositiveInt | None = Field(None, description="requests at once on this engine; no limit if unset")
+    ec_zmq: tuple[str, ...] = Field(
+        (),
+        description="EC mooncake: the control address(es) tcp://HOST:PORT where this consumer takes encoder output, "
+        "one per data-parallel rank",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("ec_zmq", mode="before")
+    @classmethod
+    def _one_address(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("ec_zmq")
+    @classmethod
+    def _tcp(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            if not address.startswith("tcp://"):
+                raise ValueError(f"{address!r} is not of the form tcp://HOST:PORT")
+        return value
+
+
+def _split_urls(value: Any) -> Any:
+    """`a,b` and the reference proxy's `disable`/`none` are what users of vLLM's proxy type."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple):
+        out: list[Any] = []
+        for entry in value:
+            if isinstance(entry, str):
+                out += [u for u in (p.strip() for p in entry.split(",")) if u and u.lower() not in ("disable", "none")]
+            else:
+                out.append(entry)
+        return tuple(out)
+    return value
+
+
+EngineList = Annotated[tuple[EngineSettings, ...], BeforeValidator(_split_urls)]
+
+
+class ModelSettings(_Model):
+    """The pools that serve one model, and how they hand over to each other."""
+
+    name: str | None = Field(None, description="model name; polled from the engines' /v1/models if unset")
+    encode: EngineList = Field((), description="encode engines")
+    prefill: EngineList = Field((), description="prefill engines")
+    decode: EngineList = Field((), description="decode engines; without prefill engines they are combined engines")
+    combined: EngineList = Field((), description="engines that do prefill and decode")
+    prefer: Literal["disaggregated", "combined"] = Field(
+        "disaggregated", description="which to use where both combined and prefill/decode engines are there"
+    )
+    ec: str = Field("example", description="dialect of encoder output hand-over: example, eccpu or mooncake")
+    kv: str = Field("nixl", description="dialect of KV hand-over: nixl or example")
+    decode_ec_consumer: bool = Field(
+        False,
+        description="decode engines also take encoder output (file KV needs that: an image may overlap the tail)",
+    )
+    media_to_consumer: Literal["raw", "metadata"] = Field(
+        "raw",
+        description="what the consumer gets for an encoded item: the media again, or placeholder metadata only",
+    )
+    encode_failure: Literal["soft", "strict"] = Field(
+        "soft", description="a failed encode leg: go on without it, or fail the request"
+    )
+    no_prefill: Literal["refuse", "decode"] = Field(
+        "refuse", description="no healthy prefill engine: answer 503, or let decode do it all"
+    )
+    encode_priority: bool = Field(
+        False, description="pass `priority` to encode legs (engines without priority scheduling refuse it)"
+    )
+    engine_api_key: SecretStr | None = Field(None, description="key that the gateway shows to these engines")
+
+    @model_validator(mode="after")
+    def _pools_fit(self) -> Self:
+        if not (self.combined or self.decode):
+            raise ValueError(
+                "no engine can answer: give `combined` engines, or `decode` engines (with `prefill` engines for P+D)"
+                if not self.prefill
+                else "prefill engines without decode engines: give `decode` engines too, or none of `prefill`"
+            )
+        if self.prefill and not self.decode:
+            raise ValueError("prefill engines without decode engines: give `decode` engines too, or none of `prefill`")
+        seen: dict[str, str] = {}
+        for role in ROLES:
+            for engine in getattr(self, role):
+                if engine.url in seen:
+                    raise ValueError(f"{engine.url} is listed twice (in {seen[engine.url]} and in {role})")
+                seen[engine.url] = role
+        if self.ec == "mooncake" and self.encode:
+            if self.prefill:
+                raise ValueError("EC dialect mooncake works with E+PD only: no `prefill` engines beside it")
+            for engine in (*self.combined, *self.decode):
+                if not engine.ec_zmq:
+                    raise ValueError(f"EC dialect mooncake: {engine.url} needs `ec_zmq`, the address where it listens")
+        return self
+
+
+class Deadlines(_Model):
+    """Seconds until a wait is given up. Every one of them names whom it waited for when it passes."""
+
+    connect: PositiveFloat = Field(2.0, description="TCP (and TLS) connection to an engine")
+    encode: PositiveFloat = Field(30.0, description="one encode leg, whole")
+    prefill: PositiveFloat = Field(60.0, description="the prefill leg, whole")
+    first_byte: PositiveFloat = Field(120.0, description="until the answering engine's response head")
+    stream_idle: PositiveFloat = Field(120.0, description="between two pieces of an answer")
+    total: PositiveFloat | None = Field(None, description="the whole request; none by default")
+    queue: PositiveFloat = Field(10.0, description="a request waiting for admission")
+    body: PositiveFloat = Field(30.0, description="silence of a client that is sending its body")
+    header: PositiveFloat = Field(10.0, description="a client sending a request head")
+    keep_alive: PositiveFloat = Field(75.0, description="an idle client connection")
+    write: PositiveFloat = Field(60.0, description="a client that takes nothing of its answer")
+    drain: PositiveFloat = Field(30.0, description="after SIGTERM, for requests in flight")
+
+
+class Limits(_Model):
+    body_bytes: PositiveInt = Field(64 * MiB, description="a request's body (413 above)")
+    items: PositiveInt = Field(128, description="media items of one request (400 above)")
+    requests: PositiveInt = Field(1024, description="requests in flight")
+    bytes: PositiveInt = Field(1024 * MiB, description="bytes of request bodies in flight")
+    queue: int = Field(256, ge=0, description="requests that may wait for admission (429 above)")
+    header_bytes: PositiveInt = Field(64 * 1024, description="a request's or an answer's head (431 above)")
+    answer_bytes: PositiveInt = Field(64 * MiB, description="a non-streaming answer (502 above)")
+    prefill_answer_bytes: PositiveInt = Field(16 * MiB, description="a prefill engine's answer (502 above)")
+    event_bytes: PositiveInt = Field(16 * MiB, description="one SSE event (502 above)")
+    encode_legs: PositiveInt = Field(8, description="encode legs of one request at once")
+    encode_legs_per_engine: PositiveInt = Field(32, description="encode legs on one encoder at once")
+    connections: PositiveInt = Field(4096, description="client connections")
+
+
+# Fixed by the contract (Encode stage, 4): one byte more and the leg has failed.
+ENCODE_ANSWER_BYTES = MiB
+
+
+class Health(_Model):
+    interval: PositiveFloat = Field(2.0, description="between two probes of an engine")
+    timeout: PositiveFloat = Field(2.0, description="for one probe")
+    failures: PositiveInt = Field(3, description="probes or connections in a row that fail until an engine is ejected")
+    successes: PositiveInt = Field(1, description="probes in a row that succeed until it is taken back")
+    path: str = Field("/health", description="what is probed")
+    models_interval: PositiveFloat = Field(10.0, description="between two looks at an engine's /v1/models")
+
+
+class ServerTls(_Model):
+    certificate: Path = Field(description="PEM file with the certificate chain")
+    key: Path = Field(description="PEM file with the private key")
+
+
+class EngineTls(_Model):
+    ca: Path | None = Field(None, description="PEM file with the authorities that sign the engines' certificates")
+    verify: bool = Field(True, description="check the engines' certificates")
+
+
+class GatewaySettings(_Model):
+    """All of the gateway's settings."""
+
+    listen: str = Field("0.0.0.0:8000", description="HOST:PORT of the API")
+    admin: str = Field("127.0.0.1:8001", description="HOST:PORT of /metrics, /debug and admin calls; `off` for none")
+    models: tuple[ModelSettings, ...] = Field(description="the models served, each with its pools")
+    api_keys: tuple[SecretStr, ...] = Field((), description="keys of which a client must show one; open if empty")
+    tenant_header: str | None = Field(None, description="header that names the tenant (a client can forge it)")
+    open: frozenset[Opening] = Field(frozenset(), description="what clients may send though it is closed by default")
+    deadlines: Deadlines = Deadlines()
+    limits: Limits = Limits()
+    health: Health = Health()
+    tls: ServerTls | None = Field(None, description="serve the API over TLS")
+    engine_tls: EngineTls = EngineTls()
+    log_format: Literal["json", "text"] = Field("text", description="form of the log lines on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: bool = Field(True, description="one line per request")
+    debug_requests: int = Field(256, ge=0, description="how many requests' timelines /debug/requests keeps")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _single_model(cls, value: Any) -> Any:
+        """One model's fields may stand at top level, so that the usual case needs no list."""
+        if not isinstance(value, dict):
+            return value
+        own = {k: v for k, v in value.items() if k in _MODEL_FIELDS and v is not None}
+        rest = {k: v for k, v in value.items() if k not in _MODEL_FIELDS}
+        if not own:
+            return rest
+        if rest.get("models"):
+            raise ValueError(
+                f"`models` and {', '.join(f'`{k}`' for k in sorted(own))} at top level: with `models`, "
+                "put the latter inside the model that they belong to"
+            )
+        return {**rest, "models": [own]}
+
+    @field_validator("open", mode="before")
+    @classmethod
+    def _comma(cls, value: Any) -> Any:
+        return [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+
+    @field_validator("listen", "admin")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value != "off":
+            host_port(value)
+        return value
+
+    @field_validator("tenant_header")
+    @classmethod
+    def _lower(cls, value: str | None) -> str | None:
+        return value.lower() if value else None
+
+    @model_validator(mode="after")
+    def _models_fit(self) -> Self:
+        if not self.models:
+            raise ValueError("no model: give engines, for example --combined http://127.0.0.1:8000")
+        names = [m.name for m in self.models]
+        if len(names) > 1 and None in names:
+            raise ValueError("with several models each needs its `name`")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"model {name!r} is there twice")
+        if self.listen == "off":
+            raise ValueError("`listen` cannot be off")
+        return self
+
+
+_MODEL_FIELDS = frozenset(ModelSettings.model_fields)
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """`HOST:PORT`, `[v6]:PORT` or `:PORT` as a pair.
+
+    Raises ValueError with what was expected.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not of the form HOST:PORT")
+    return host.strip("[]") or "0.0.0.0", int(port)
