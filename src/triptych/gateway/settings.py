@@ -6,22 +6,23 @@ Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
+
+from triptych.config.values import EngineUrl, KeyFile, Model, PemFile, Secret, Size, host_port, read_keys, refuse
 
 MiB = 1 << 20
 
@@ -39,30 +40,10 @@ Opening = Literal[
 ]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _engine_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is not an engine address: write it as http://HOST:PORT or https://HOST:PORT")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"{url!r} must be an address only (http://HOST:PORT), without path, query or user")
-    try:
-        parts.port  # noqa: B018 - raises on a port that is not a number in range
-    except ValueError as error:
-        raise ValueError(f"{url!r}: {error}") from None
-    return url.rstrip("/")
-
-
-EngineUrl = Annotated[str, AfterValidator(_engine_url)]
-
-
-class EngineSettings(_Model):
+class EngineSettings(Model):
     """One engine of a pool; a bare URL stands for one with defaults."""
 
-    url: EngineUrl
+    url: EngineUrl = Field(description="http://HOST:PORT or https://HOST:PORT")
     weight: PositiveFloat = Field(1.0, description="share of the load that this engine gets, relative to its pool")
     max_in_flight: PositiveInt | None = Field(None, description="requests at once on this engine; no limit if unset")
     ec_zmq: tuple[str, ...] = Field(
@@ -110,7 +91,7 @@ def _split_urls(value: Any) -> Any:
 EngineList = Annotated[tuple[EngineSettings, ...], BeforeValidator(_split_urls)]
 
 
-class ModelSettings(_Model):
+class ModelSettings(Model):
     """The pools that serve one model, and how they hand over to each other."""
 
     name: str | None = Field(None, description="model name; polled from the engines' /v1/models if unset")
@@ -140,34 +121,58 @@ class ModelSettings(_Model):
     encode_priority: bool = Field(
         False, description="pass `priority` to encode legs (engines without priority scheduling refuse it)"
     )
-    engine_api_key: SecretStr | None = Field(None, description="key that the gateway shows to these engines")
+    engine_api_key_file: KeyFile | None = Field(
+        None, description="file that holds the key that the gateway shows to these engines"
+    )
+    engine_api_key: Secret | None = Field(None, description="key that the gateway shows to these engines")
+
+    @field_validator("engine_api_key_file")
+    @classmethod
+    def _one_key(cls, value: Path | None) -> Path | None:
+        if value is not None and len(read_keys(value)) > 1:
+            raise ValueError(f"{value} holds several keys: engines are shown one")
+        return value
+
+    @field_validator("engine_api_key")
+    @classmethod
+    def _key_of_file(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        file = info.data.get("engine_api_key_file")
+        if file is None:
+            return value
+        key = read_keys(file)[0]
+        if value is not None and value != key:
+            raise ValueError("is set beside `engine_api_key_file`, which holds another key: give one of the two")
+        return key
 
     @model_validator(mode="after")
     def _pools_fit(self) -> Self:
-        if not (self.combined or self.decode):
-            raise ValueError(
-                "no engine can answer: give `combined` engines, or `decode` engines (with `prefill` engines for P+D)"
-                if not self.prefill
-                else "prefill engines without decode engines: give `decode` engines too, or none of `prefill`"
-            )
+        refuse(type(self), self._misfits())
+        return self
+
+    def _misfits(self) -> Iterable[tuple[tuple[str | int, ...], str]]:
         if self.prefill and not self.decode:
-            raise ValueError("prefill engines without decode engines: give `decode` engines too, or none of `prefill`")
+            yield ("prefill",), "prefill engines without decode engines: give `decode` engines too, or no `prefill`"
+        elif not (self.combined or self.decode):
+            what = "no engine can answer: give `combined` engines, or `decode` engines (with `prefill` ones for P+D)"
+            yield ("encode",) if self.encode else (), what
         seen: dict[str, str] = {}
         for role in ROLES:
-            for engine in getattr(self, role):
+            for index, engine in enumerate(getattr(self, role)):
                 if engine.url in seen:
-                    raise ValueError(f"{engine.url} is listed twice (in {seen[engine.url]} and in {role})")
+                    where = "twice" if seen[engine.url] == role else f"in `{seen[engine.url]}` too"
+                    yield (role, index, "url"), f"{engine.url} is listed {where}: an engine has one role"
                 seen[engine.url] = role
         if self.ec == "mooncake" and self.encode:
             if self.prefill:
-                raise ValueError("EC dialect mooncake works with E+PD only: no `prefill` engines beside it")
-            for engine in (*self.combined, *self.decode):
-                if not engine.ec_zmq:
-                    raise ValueError(f"EC dialect mooncake: {engine.url} needs `ec_zmq`, the address where it listens")
-        return self
+                yield ("ec",), "mooncake works with E+PD only: leave `prefill` out, or choose `ec` example or eccpu"
+            for role in ("combined", "decode"):
+                for index, engine in enumerate(getattr(self, role)):
+                    if not engine.ec_zmq:
+                        what = f"`ec` mooncake needs, for {engine.url}, the address tcp://HOST:PORT where it listens"
+                        yield (role, index, "ec_zmq"), what
 
 
-class Deadlines(_Model):
+class Deadlines(Model):
     """Seconds until a wait is given up. Every one of them names whom it waited for when it passes."""
 
     connect: PositiveFloat = Field(2.0, description="TCP (and TLS) connection to an engine")
@@ -184,16 +189,18 @@ class Deadlines(_Model):
     drain: PositiveFloat = Field(30.0, description="after SIGTERM, for requests in flight")
 
 
-class Limits(_Model):
-    body_bytes: PositiveInt = Field(64 * MiB, description="a request's body (413 above)")
+class Limits(Model):
+    """What one request, and all together, may take. Sizes are bytes, or a number with KiB, MiB or GiB."""
+
+    body_bytes: Size = Field(64 * MiB, description="a request's body (413 above)")
     items: PositiveInt = Field(128, description="media items of one request (400 above)")
     requests: PositiveInt = Field(1024, description="requests in flight")
-    bytes: PositiveInt = Field(1024 * MiB, description="bytes of request bodies in flight")
+    bytes: Size = Field(1024 * MiB, description="bytes of request bodies in flight")
     queue: int = Field(256, ge=0, description="requests that may wait for admission (429 above)")
-    header_bytes: PositiveInt = Field(64 * 1024, description="a request's or an answer's head (431 above)")
-    answer_bytes: PositiveInt = Field(64 * MiB, description="a non-streaming answer (502 above)")
-    prefill_answer_bytes: PositiveInt = Field(16 * MiB, description="a prefill engine's answer (502 above)")
-    event_bytes: PositiveInt = Field(16 * MiB, description="one SSE event (502 above)")
+    header_bytes: Size = Field(64 * 1024, description="a request's or an answer's head (431 above)")
+    answer_bytes: Size = Field(64 * MiB, description="a non-streaming answer (502 above)")
+    prefill_answer_bytes: Size = Field(16 * MiB, description="a prefill engine's answer (502 above)")
+    event_bytes: Size = Field(16 * MiB, description="one SSE event (502 above)")
     encode_legs: PositiveInt = Field(8, description="encode legs of one request at once")
     encode_legs_per_engine: PositiveInt = Field(32, description="encode legs on one encoder at once")
     connections: PositiveInt = Field(4096, description="client connections")
@@ -203,32 +210,41 @@ class Limits(_Model):
 ENCODE_ANSWER_BYTES = MiB
 
 
-class Health(_Model):
+class Health(Model):
+    """How engines are probed, ejected and taken back."""
+
     interval: PositiveFloat = Field(2.0, description="between two probes of an engine")
     timeout: PositiveFloat = Field(2.0, description="for one probe")
     failures: PositiveInt = Field(3, description="probes or connections in a row that fail until an engine is ejected")
     successes: PositiveInt = Field(1, description="probes in a row that succeed until it is taken back")
-    path: str = Field("/health", description="what is probed")
+    path: str = Field("/health", description="what is probed", pattern=r"^/[!-~]*$")
     models_interval: PositiveFloat = Field(10.0, description="between two looks at an engine's /v1/models")
 
 
-class ServerTls(_Model):
-    certificate: Path = Field(description="PEM file with the certificate chain")
-    key: Path = Field(description="PEM file with the private key")
+class ServerTls(Model):
+    """TLS on the API's own address."""
+
+    certificate: PemFile = Field(description="PEM file with the certificate chain")
+    key: PemFile = Field(description="PEM file with the private key")
 
 
-class EngineTls(_Model):
-    ca: Path | None = Field(None, description="PEM file with the authorities that sign the engines' certificates")
+class EngineTls(Model):
+    """TLS to engines whose address is https://."""
+
+    ca: PemFile | None = Field(None, description="PEM file with the authorities that sign the engines' certificates")
     verify: bool = Field(True, description="check the engines' certificates")
 
 
-class GatewaySettings(_Model):
+class GatewaySettings(Model):
     """All of the gateway's settings."""
 
     listen: str = Field("0.0.0.0:8000", description="HOST:PORT of the API")
     admin: str = Field("127.0.0.1:8001", description="HOST:PORT of /metrics, /debug and admin calls; `off` for none")
-    models: tuple[ModelSettings, ...] = Field(description="the models served, each with its pools")
-    api_keys: tuple[SecretStr, ...] = Field((), description="keys of which a client must show one; open if empty")
+    models: tuple[ModelSettings, ...] = Field(
+        description="the models served, each with its pools; for a single one its settings may stand at top level"
+    )
+    api_keys_file: KeyFile | None = Field(None, description="file with more `api_keys`, one a line")
+    api_keys: tuple[Secret, ...] = Field((), description="keys of which a client must show one; open if empty")
     tenant_header: str | None = Field(None, description="header that names the tenant (a client can forge it)")
     open: frozenset[Opening] = Field(frozenset(), description="what clients may send though it is closed by default")
     deadlines: Deadlines = Deadlines()
@@ -237,7 +253,7 @@ class GatewaySettings(_Model):
     tls: ServerTls | None = Field(None, description="serve the API over TLS")
     engine_tls: EngineTls = EngineTls()
     log_format: Literal["json", "text"] = Field("text", description="form of the log lines on stderr")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     access_log: bool = Field(True, description="one line per request")
     debug_requests: int = Field(256, ge=0, description="how many requests' timelines /debug/requests keeps")
 
@@ -258,6 +274,27 @@ class GatewaySettings(_Model):
             )
         return {**rest, "models": [own]}
 
+    @field_validator("models")
+    @classmethod
+    def _models_fit(cls, value: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
+        if not value:
+            raise ValueError("no model: give engines, for example --combined http://127.0.0.1:8000")
+        names = [m.name for m in value]
+        problems: list[tuple[tuple[str | int, ...], str]] = []
+        for index, name in enumerate(names):
+            if len(names) > 1 and name is None:
+                problems.append(((index, "name"), "is missing: with several models each needs its `name`"))
+            elif name in names[:index]:
+                problems.append(((index, "name"), f"{name!r} is the name of an earlier model too: give each its own"))
+        refuse(ModelSettings, problems)
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_of_file(cls, value: tuple[SecretStr, ...], info: ValidationInfo) -> tuple[SecretStr, ...]:
+        file = info.data.get("api_keys_file")
+        return tuple(dict.fromkeys((*value, *(read_keys(file) if file else ()))))
+
     @field_validator("open", mode="before")
     @classmethod
     def _comma(cls, value: Any) -> Any:
@@ -265,40 +302,23 @@ class GatewaySettings(_Model):
 
     @field_validator("listen", "admin")
     @classmethod
-    def _address(cls, value: str) -> str:
-        if value != "off":
-            host_port(value)
+    def _address(cls, value: str, info: ValidationInfo) -> str:
+        if value == "off" and info.field_name == "admin":
+            return value
+        host, port = host_port(value)
+        listen = info.data.get("listen")
+        if info.field_name == "admin" and listen and port:
+            other, taken = host_port(listen)
+            if port == taken and (host == other or {host, other} & {"0.0.0.0", "::"}):
+                raise ValueError(f"{value!r} is taken by `listen` ({listen}): give another port, or `off`")
         return value
 
     @field_validator("tenant_header")
     @classmethod
-    def _lower(cls, value: str | None) -> str | None:
+    def _header_name(cls, value: str | None) -> str | None:
+        if value and not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", value):
+            raise ValueError(f"{value!r} is not a header's name: write it like x-tenant")
         return value.lower() if value else None
-
-    @model_validator(mode="after")
-    def _models_fit(self) -> Self:
-        if not self.models:
-            raise ValueError("no model: give engines, for example --combined http://127.0.0.1:8000")
-        names = [m.name for m in self.models]
-        if len(names) > 1 and None in names:
-            raise ValueError("with several models each needs its `name`")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"model {name!r} is there twice")
-        if self.listen == "off":
-            raise ValueError("`listen` cannot be off")
-        return self
 
 
 _MODEL_FIELDS = frozenset(ModelSettings.model_fields)
-
-
-def host_port(address: str) -> tuple[str, int]:
-    """`HOST:PORT`, `[v6]:PORT` or `:PORT` as a pair.
-
-    Raises ValueError with what was expected.
-    """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is not of the form HOST:PORT")
-    return host.strip("[]") or "0.0.0.0", int(port)
