@@ -1,0 +1,137 @@
+"""Who is asking, under which id, and which headers travel on to engines and back.
+
+Rules: contract, "What a client may not send" and "Headers".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pydantic import SecretStr
+
+from triptych.gateway.endpoints import Api
+from triptych.gateway.errors import ApiError
+from triptych.http import Header
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+# Headers of one hop (RFC 9110, 7.6.1), and those that the relay computes for each hop by itself.
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+    }
+)
+# Not passed on to legs: set anew per leg, or answered here. `accept-encoding`: the gateway reads every leg's answer
+# (handles, events), which a compressed one would hide.
+_SET_PER_LEG = frozenset({b"host", b"expect", b"x-request-id", b"accept-encoding"})
+_RANK = b"x-data-parallel-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """request_id as the client sees it; tenant namespaces everything that is named after content."""
+
+    request_id: str
+    tenant: bytes
+
+
+def request_id(headers: Sequence[Header]) -> str:
+    """The client's `X-Request-Id` if it has the accepted form, else one of ours."""
+    given = _first(headers, b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return secrets.token_hex(16)
+
+
+class Keyring:
+    """The keys that clients may show. Looked up by digest, so that timing tells nothing of a key's characters."""
+
+    def __init__(self, keys: Iterable[SecretStr], tenant_header: str | None) -> None:
+        self._digests = frozenset(_digest(k.get_secret_value().encode()) for k in keys)
+        self._tenant_header = tenant_header.encode("latin-1") if tenant_header else None
+
+    @property
+    def checks(self) -> bool:
+        """Whether clients must show a key."""
+        return bool(self._digests)
+
+    def tenant(self, headers: Sequence[Header], api: Api) -> bytes:
+        """The namespace of whoever asks: their key, within it the tenant header's value where one is configured.
+
+        Raises ApiError 401 if keys are configured and none of them is shown.
+        """
+        shown = client_key(headers, api)
+        digest = b"" if shown is None else _digest(shown)
+        if self._digests and digest not in self._digests:
+            raise ApiError(
+                401,
+                "missing API key: send `Authorization: Bearer KEY`" if shown is None else "unknown API key",
+                reason="unauthorized",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        named = _first(headers, self._tenant_header) if self._tenant_header else None
+        return digest if named is None else _digest(digest + b"\0" + named)
+
+
+def client_key(headers: Sequence[Header], api: Api) -> bytes | None:
+    """The API key that the client shows: a bearer token, or on `/v1/messages` `x-api-key`."""
+    authorization = _first(headers, b"authorization")
+    if authorization is not None:
+        scheme, _, token = authorization.partition(b" ")
+        if scheme.lower() == b"bearer" and token.strip():
+            return token.strip()
+    return _first(headers, b"x-api-key") if api == "messages" else None
+
+
+def leg_headers(
+    headers: Sequence[Header], *, engine_key: str | None, checks_keys: bool, pass_rank: bool
+) -> list[Header]:
+    """The client's end-to-end headers that every leg gets; each leg adds its own id to them."""
+    if engine_key is not None or checks_keys:
+        closed = {b"authorization", b"x-api-key"}
+    else:
+        closed = set()
+    if not pass_rank:
+        closed.add(_RANK)
+    drop = HOP_BY_HOP | _SET_PER_LEG | closed | _named_by_connection(headers)
+    kept = [h for h in headers if h[0] not in drop]
+    if engine_key is not None:
+        kept.append((b"authorization", b"Bearer " + engine_key.encode()))
+    return kept
+
+
+def answer_headers(headers: Sequence[Header]) -> list[Header]:
+    """The engine's end-to-end headers that the client gets; the request id is ours."""
+    drop = HOP_BY_HOP | _named_by_connection(headers)
+    return [h for h in headers if h[0] not in drop and h[0] != b"x-request-id"]
+
+
+def _named_by_connection(headers: Sequence[Header]) -> frozenset[bytes]:
+    named = [v for n, v in headers if n == b"connection"]
+    if not named:
+        return frozenset()
+    return frozenset(token.strip().lower() for value in named for token in value.split(b","))
+
+
+def _first(headers: Sequence[Header], name: bytes) -> bytes | None:
+    for n, v in headers:
+        if n == name:
+            return v
+    return None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,171 @@
+"""Which legs a request needs: decided before the first call, from facts of the request and of the pools.
+
+Everything here is pure. `route` picks the stages (the contract's table "Plans"); `choose` picks the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from triptych.gateway.engines import Deployment, Engine, Pool
+from triptych.gateway.errors import ApiError
+from triptych.gateway.settings import ModelSettings, Role
+
+PlanName = Literal["plain", "e_pd", "p_d", "e_p_d"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What planning needs to know of a request.
+
+    items: distinct media items that an encoder could take. no_hop: why KV hand-over would corrupt this request.
+    unplanned: why its media cannot go to encoders though it has some. hops: whether the endpoint generates at all.
+    """
+
+    items: int = 0
+    generates: bool = True
+    no_hop: str | None = None
+    unplanned: str | None = None
+
+
+class PoolState(Protocol):
+    """The two facts of a pool that routing looks at."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The stages of a plan. degraded: reasons, each counted, why it is less than the deployment could do."""
+
+    encode: bool
+    prefill: bool
+    final: Role
+    degraded: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> PlanName:
+        if self.encode:
+            return "e_p_d" if self.prefill else "e_pd"
+        return "p_d" if self.prefill else "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The legs of one request: engines chosen, nothing called yet.
+
+    items: how many encode legs, one per distinct item; each takes its encoder when its turn comes, since no other leg
+    needs to know which.
+    """
+
+    route: Route
+    items: int
+    prefill: Engine | None
+    final: Engine
+
+    @property
+    def name(self) -> PlanName:
+        return self.route.name
+
+    @property
+    def consumer(self) -> Engine:
+        """The engine that takes encoder output."""
+        return self.prefill or self.final
+
+
+def route(shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings) -> Route:
+    """The stages that this request takes through these pools.
+
+    Raises ApiError 503 where no stages could answer it.
+    """
+    degraded: list[str] = []
+    final, prefill = _answering(shape, pools, settings, degraded)
+    encode = _encoding(shape, pools, settings, final if not prefill else "prefill", degraded)
+    return Route(encode, prefill, final, tuple(degraded))
+
+
+def _answering(
+    shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings, degraded: list[str]
+) -> tuple[Role, bool]:
+    """The role that answers, and whether a prefill leg goes before it."""
+    combined, prefill, decode = pools["combined"], pools["prefill"], pools["decode"]
+    split = bool(prefill.engines and decode.engines)
+    if not split:
+        return _need("combined", pools), False
+    if not shape.generates or shape.no_hop is not None:
+        if shape.no_hop is not None:
+            degraded.append(shape.no_hop)
+        return _need("combined" if combined.healthy else "decode", pools), False
+    if settings.prefer == "combined" and combined.engines:
+        if combined.healthy:
+            return "combined", False
+        degraded.append("no_combined")
+    if prefill.healthy and decode.healthy:
+        return "decode", True
+    if settings.prefer == "disaggregated" and combined.healthy:
+        degraded.append("no_prefill" if decode.healthy else "no_decode")
+        return "combined", False
+    if not prefill.healthy and decode.healthy and settings.no_prefill == "decode":
+        degraded.append("no_prefill")
+        return "decode", False
+    _need("decode", pools)
+    _need("prefill", pools)
+    raise AssertionError("both pools are healthy")
+
+
+def _encoding(
+    shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings, consumer: Role, degraded: list[str]
+) -> bool:
+    """Whether encode legs go before the consumer."""
+    encoders = pools["encode"]
+    if not encoders.engines:
+        return False
+    if shape.unplanned is not None:
+        degraded.append(shape.unplanned)
+    if not shape.items:
+        return False
+    if consumer == "decode" and pools["prefill"].engines and not settings.decode_ec_consumer:
+        # A decode engine that stands in for prefill takes encoder output only where its pool says so.
+        degraded.append("decode_takes_no_ec")
+        return False
+    if not encoders.healthy:
+        if settings.encode_failure == "strict":
+            _need("encode", pools)
+        degraded.append("no_encoder")
+        return False
+    return True
+
+
+def _need(role: Role, pools: Mapping[Role, PoolState]) -> Role:
+    if not pools[role].healthy:
+        raise ApiError(503, f"no healthy {role} engine", retry_after=2, reason=f"no_{role}")
+    return role
+
+
+def choose(route: Route, deployment: Deployment, items: int) -> Plan:
+    """The engines of a route's legs, the least loaded first.
+
+    Raises ApiError 429 where every healthy engine of a pool is at its limit.
+    """
+    final = pick(deployment.pools[route.final])
+    prefill = pick(deployment.prefill) if route.prefill else None
+    return Plan(route, items if route.encode else 0, prefill, final)
+
+
+def pick(pool: Pool) -> Engine:
+    """An engine of the pool.
+
+    Raises ApiError 503 if none is healthy, 429 if all healthy ones are at their limit.
+    """
+    engine = pool.choose()
+    if engine is not None:
+        return engine
+    if pool.healthy:
+        raise ApiError(429, f"every {pool.role} engine is at its limit of requests", retry_after=1, reason="full")
+    raise ApiError(503, f"no healthy {pool.role} engine", retry_after=2, reason=f"no_{pool.role}")

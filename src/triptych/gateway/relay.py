@@ -1,0 +1,159 @@
+"""The way back: the answering engine's response to the client.
+
+Rules: contract, "Errors, and what the client sees". The status line waits for the engine's own. A whole answer is
+buffered, so that a cut one is a 502; a stream is relayed event by event, and where it breaks the client is told in band.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.body import null_members
+from triptych.gateway.endpoints import Api
+from triptych.gateway.errors import ApiError
+from triptych.gateway.identity import answer_headers
+from triptych.gateway.idle import Idle
+from triptych.gateway.settings import Deadlines, Limits
+from triptych.gateway.timeline import Timeline
+from triptych.gateway.upstream import Leg, LegError, read_answer
+from triptych.http import CutError, EventScanner, EventTooLarge, Header, Request, Response, UpstreamError
+
+HANDLES = ("ec_transfer_params", "kv_transfer_params")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the relay ended. failure: why the answer is not a good one though it was relayed; None if it is."""
+
+    status: int
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class Relay:
+    """One answer on its way. own_headers: the gateway's (request id); keep_handles: the client may see handles."""
+
+    request: Request
+    api: Api
+    leg: Leg
+    timeline: Timeline
+    own_headers: list[Header]
+    deadlines: Deadlines
+    limits: Limits
+    gateway_key: bool
+    keep_handles: bool
+
+    async def run(self, response: Response) -> Outcome:
+        """Relay the response.
+
+        Raises LegError or ApiError only while nothing has been sent to the client.
+        """
+        if response.status in (401, 403) and self.gateway_key:
+            raise ApiError(
+                502,
+                f"{self.leg} refused the gateway's own key ({response.status}): check `engine_api_key`",
+                reason="engine_key",
+            )
+        kind = _content_type(response.headers)
+        if kind == b"text/event-stream" and response.status < 300:
+            return await self._events(response)
+        if kind == b"application/json" or response.status >= 300:
+            return await self._whole(response, is_json=kind == b"application/json")
+        return await self._bytes(response)
+
+    async def _whole(self, response: Response, *, is_json: bool) -> Outcome:
+        try:
+            async with Idle(self.deadlines.stream_idle):
+                body = await read_answer(self.leg, response, self.limits.answer_bytes)
+        except TimeoutError:
+            raise LegError(self.leg.name, "timeout", self._silent(), http_status=504) from None
+        self.leg.timing.received(len(body))
+        segments = body if self.keep_handles or not is_json or b"_transfer_params" not in body else _nulled(body)
+        await self.request.respond(response.status, self._head(response), segments)
+        return Outcome(response.status, f"http_{response.status}" if response.status >= 400 else None)
+
+    async def _bytes(self, response: Response) -> Outcome:
+        """Anything else (sound, say) as it comes. A cut one cannot be told of, so the connection is dropped."""
+        request = self.request
+        await request.start(response.status, self._head(response), length=response.content_length)
+        try:
+            async with Idle(self.deadlines.stream_idle) as idle:
+                async for data in response.chunks():
+                    idle.pause()
+                    await request.send(data)
+                    idle.touch()
+        except (TimeoutError, UpstreamError) as error:
+            request.abort()
+            return Outcome(response.status, _why(error))
+        await request.finish()
+        return Outcome(response.status)
+
+    async def _events(self, response: Response) -> Outcome:
+        request = self.request
+        scanner = EventScanner(self.limits.event_bytes)
+        failure: str | None = None
+        started = False
+        try:
+            async with Idle(self.deadlines.stream_idle) as idle:
+                async for data in response.chunks():
+                    events = scanner.feed(data)
+                    if not events:
+                        idle.touch()
+                        continue
+                    idle.pause()
+                    if not started:
+                        started = True
+                        self.timeline.first_token()
+                        await request.start(response.status, self._head(response))
+                    if b"error" in events and _tells_error(events):
+                        failure = "stream_error"
+                    await request.send(events)
+                    idle.touch()
+            if scanner.tail:
+                raise CutError(self.leg.engine.origin, "the stream ended inside an event")
+        except TimeoutError:
+            return await self._broken(started, LegError(self.leg.name, "timeout", self._silent(), http_status=504))
+        except EventTooLarge:
+            message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
+            return await self._broken(started, LegError(self.leg.name, "oversize", message))
+        except UpstreamError as error:
+            return await self._broken(started, LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}"))
+        if not started:
+            await request.start(response.status, self._head(response))
+        await request.finish()
+        return Outcome(response.status, failure)
+
+    async def _broken(self, started: bool, error: LegError) -> Outcome:
+        """Tell the client in band which leg broke, then close: never an end of ours that looks like a good one."""
+        if not started:
+            raise error
+        await self.request.send(error.api_error().event(self.api))
+        await self.request.finish(close=True)
+        return Outcome(200, f"{error.leg}_{error.status}")
+
+    def _head(self, response: Response) -> list[Header]:
+        return [*answer_headers(response.headers), *self.own_headers, (b"server-timing", self.timeline.server_timing())]
+
+    def _silent(self) -> str:
+        return f"{self.leg} sent nothing for {self.deadlines.stream_idle:g} s"
+
+
+def _why(error: Exception) -> str:
+    return "timeout" if isinstance(error, TimeoutError) else "invalid_response"
+
+
+def _content_type(headers: list[Header]) -> bytes:
+    for name, value in headers:
+        if name == b"content-type":
+            return value.partition(b";")[0].strip().lower()
+    return b""
+
+
+def _tells_error(events: bytes | memoryview) -> bool:
+    """Whether an engine tells an error in its stream: vLLM's `data: {"error": ...}`, or an event of that name."""
+    data = bytes(events)
+    return b'data: {"error"' in data or b"event: error" in data or b"event: response.failed" in data
+
+
+def _nulled(body: bytes) -> list[bytes | memoryview]:
+    return list(null_members(body, HANDLES))

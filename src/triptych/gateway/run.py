@@ -1,0 +1,206 @@
+"""Running a plan: encode legs, the prefill leg, the answering leg, in the order that the hand-over needs.
+
+Whatever ends the run (an answer, an error, a client that leaves), every leg that was started is closed and every place
+on an engine given back: legs end in `finally`, and leaving a leg's await closes its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from dataclasses import dataclass
+
+from triptych.body import BodyError, top_level_object
+from triptych.gateway.encode import EncodeStage, Handles
+from triptych.gateway.endpoints import Endpoint
+from triptych.gateway.engines import Deployment, Engine, Lease
+from triptych.gateway.errors import ApiError, EngineRefused
+from triptych.gateway.handover import EcContext, EcDialect, KvContext, KvDialect
+from triptych.gateway.legs import LegBodies
+from triptych.gateway.logs import Log
+from triptych.gateway.metrics import Metrics
+from triptych.gateway.plan import Plan
+from triptych.gateway.relay import Outcome, Relay
+from triptych.gateway.settings import GatewaySettings
+from triptych.gateway.timeline import Timeline
+from triptych.gateway.upstream import Leg, LegError, call_leg, open_leg
+from triptych.http import Client, Header, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What every run uses and none owns."""
+
+    settings: GatewaySettings
+    client: Client
+    metrics: Metrics
+    log: Log
+    rng: random.Random
+
+
+@dataclass(slots=True)
+class Run:
+    """One request on its way through its plan; `go` is called once.
+
+    headers: the client's that every leg gets. own_headers: the gateway's on the answer.
+    """
+
+    tools: Tools
+    request: Request
+    request_id: str
+    endpoint: Endpoint
+    deployment: Deployment
+    plan: Plan
+    bodies: LegBodies
+    ec: EcDialect
+    kv: KvDialect
+    timeline: Timeline
+    headers: list[Header]
+    own_headers: list[Header]
+
+    async def go(self) -> Outcome:
+        """Run all legs and relay the answer.
+
+        Raises ApiError, LegError, EngineRefused while nothing has been sent to the client.
+        """
+        plan = self.plan
+        # Both places are taken before the first await, so that the choice still holds when the leg's turn comes.
+        final = self._leg("decode", plan.final.lease())
+        prefill = None if plan.prefill is None else self._leg("prefill", plan.prefill.lease())
+        try:
+            if plan.items:
+                await self._encode(prefill or final)
+            if prefill is None:
+                final.body = self.bodies.final({})
+                return await self._answer(final)
+            context = KvContext(self.request_id, plan.prefill.settings, plan.final.settings)  # type: ignore[union-attr]
+            prefill.body = self.bodies.prefill(self.kv.prefill_members(context))
+            if self.kv.at_once:
+                return await self._at_once(prefill, final, context)
+            handed = await self._prefill(prefill)
+            final.body = self.bodies.final(self.kv.decode_members(context, handed))
+            return await self._answer(final)
+        finally:
+            if prefill is not None:
+                prefill.end(self.tools.metrics)
+            final.end(self.tools.metrics)
+
+    async def _encode(self, consumer: Leg) -> None:
+        """Run the encode stage and tell the consumer's body what came of it."""
+        settings, tools = self.deployment.settings, self.tools
+        engine = consumer.engine
+        context = EcContext(
+            self.request_id,
+            engine.settings,
+            tuple(secrets.token_hex(16) for _ in range(self.plan.items)),
+            self.ec.rank(engine.settings, tools.rng),
+        )
+
+        def make_leg(item: int, lease: Lease) -> Leg:
+            leg = self._leg(f"enc{item}", lease)
+            leg.repeatable = True
+            leg.body = self.bodies.encode(item, self.ec.encode_params(context, item))
+            return leg
+
+        stage = EncodeStage(
+            client=tools.client,
+            pool=self.deployment.encode,
+            metrics=tools.metrics,
+            log=tools.log,
+            request_id=self.request_id,
+            deadline=tools.settings.deadlines.encode,
+            parallel=tools.settings.limits.encode_legs,
+            strict=settings.encode_failure == "strict",
+            gateway_key=settings.engine_api_key is not None,
+        )
+        handles: list[Handles | None] = await stage.run(self.plan.items, make_leg)
+        params = self.ec.consumer_params(context, handles)
+        self.bodies.encoded(params, handles)
+        consumer.pinned = self.ec.pins_consumer
+        rank = self.ec.consumer_rank(context)
+        if rank is not None:
+            consumer.headers = [*consumer.headers, (b"x-data-parallel-rank", b"%d" % rank)]
+
+    async def _prefill(self, leg: Leg) -> bytes | None:
+        """Run the prefill leg; what it hands to decode, None for nothing."""
+        settings, tools = self.tools.settings, self.tools
+        try:
+            answer = await call_leg(
+                tools.client, leg, settings.deadlines.prefill, settings.limits.prefill_answer_bytes, tools.metrics
+            )
+            if answer.status != 200:
+                leg.status = "http_error"
+                if answer.status in (401, 403) and self._gateway_key:
+                    raise ApiError(502, f"{leg} refused the gateway's own key ({answer.status})", reason="engine_key")
+                if 400 <= answer.status < 500:
+                    raise EngineRefused(leg.name, answer.status, answer.headers, answer.body)
+                raise LegError(leg.name, "http_error", f"{leg} answered {answer.status}")
+            try:
+                handed = top_level_object(answer.body, self.kv.answer_field)
+            except BodyError as error:
+                raise LegError(leg.name, "invalid_response", f"{leg}: {error}") from error
+        except LegError as error:
+            leg.status = error.status
+            raise
+        leg.status = "success"
+        leg.end(tools.metrics)
+        return handed
+
+    async def _at_once(self, prefill: Leg, final: Leg, context: KvContext) -> Outcome:
+        """Both legs together; whichever fails first ends the other."""
+        final.body = self.bodies.final(self.kv.decode_members(context, None))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._prefill(prefill))
+                outcome = await self._answer(final)
+        except BaseExceptionGroup as failures:
+            error: BaseException = failures
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+        return outcome
+
+    async def _answer(self, leg: Leg) -> Outcome:
+        """Run the answering leg and relay what it says."""
+        settings = self.tools.settings
+        try:
+            response = await open_leg(self.tools.client, leg, settings.deadlines.first_byte, self.tools.metrics)
+            try:
+                relay = Relay(
+                    self.request,
+                    self.endpoint.api,
+                    leg,
+                    self.timeline,
+                    self.own_headers,
+                    settings.deadlines,
+                    settings.limits,
+                    self._gateway_key,
+                    "answer_handles" in settings.open,
+                )
+                outcome = await relay.run(response)
+            finally:
+                response.close()
+        except LegError as error:
+            leg.status = error.status
+            raise
+        leg.status = "success" if outcome.failure is None else "http_error"
+        return outcome
+
+    @property
+    def _gateway_key(self) -> bool:
+        return self.deployment.settings.engine_api_key is not None
+
+    def _leg(self, name: str, lease: Lease) -> Leg:
+        engine: Engine = lease.engine
+        suffix = "" if self.kv.same_id and not name.startswith("enc") else f"-{name}"
+        return Leg(
+            name=engine.role if name == "decode" else name,
+            role=engine.role,
+            pool=self.deployment.pools[engine.role],
+            lease=lease,
+            target=self.request.target,
+            headers=[*self.headers, (b"x-request-id", f"{self.request_id}{suffix}".encode())],
+            body=(),
+            timing=self.timeline.leg(name, engine.role, engine.url),
+        )
