@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from triptych.gateway.settings import ROLES, EngineSettings, GatewaySettings, Health, Limits, ModelSettings, Role
 
 State = Literal["unknown", "alive", "ejected", "held"]
+_NO_LIMIT = 1 << 62
 _SCAN = 4  # pools up to this size are looked at whole: it costs no more than two random draws
 
 
@@ -101,7 +102,7 @@ class Engine:
         self.url = settings.url
         self.origin = _origin(settings.url)
         self.weight = settings.weight
-        self.limit = min(x for x in (settings.max_in_flight, limit, 1 << 62) if x is not None)
+        self.limit = min(x for x in (settings.max_in_flight, limit, _NO_LIMIT) if x is not None)
         self.in_flight = 0
         self.healthy = True
         self.state: State = "unknown"
@@ -112,6 +113,11 @@ class Engine:
         self._back_after = health.successes
         self._bad_probes = self._bad_connections = self._good_probes = 0
         self._pool: Pool | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.limit < _NO_LIMIT
 
     # -- places
 
@@ -186,7 +192,7 @@ class Engine:
 
     def __repr__(self) -> str:
         why = f" ({self.why})" if self.why else ""
-        limit = f" of {self.limit}" if self.limit < 1 << 62 else ""
+        limit = f" of {self.limit}" if self.limited else ""
         return f"<Engine {self.role} {self.url}: {self.state}{why}, {self.in_flight}{limit} in flight>"
 
 

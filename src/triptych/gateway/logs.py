@@ -1,17 +1,20 @@
 """Log lines on stderr, JSON or for people: one line per event, one per request.
 
-What stands in them is the gateway's vocabulary, numbers, ids and addresses: no keys, no bodies, no query strings. A value
-that a client had a hand in (a path, a model name) is cut to a length and loses every character that is not printable,
-so it can neither end a line nor steer a terminal; in text it is quoted wherever it could be taken for a field.
+What stands in them is the gateway's vocabulary, numbers, ids and addresses: no keys, no bodies, no query strings. A
+value that a client had a hand in (a path, a model name) is cut to a length and loses every character that is not
+printable, so it can neither end a line nor steer a terminal; in text it is quoted wherever it could be taken for a
+field.
 
-The access line bypasses stdlib logging, which costs several times as much; rare events of other modules come through
-`logging.getLogger("triptych...")` and `Log.attach`. A stderr that takes no more loses lines (counted) rather than
-stopping requests.
+The access line bypasses stdlib logging, which costs several times as much, and the lines of one turn of the event loop
+are written at once. Rare events of other modules come through `logging.getLogger("triptych...")` and `Log.attach`. A
+stderr that fails loses lines (counted) and stops no request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 import sys
 import time
 import traceback
@@ -27,6 +30,7 @@ Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: dict[str, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_VALUE = 256  # characters of one value
 
+_BARE = re.compile(r'[^ "=\\,]+').fullmatch
 _encode = msgspec.json.encode
 
 
@@ -64,7 +68,7 @@ class Log:
         write: Callable[[bytes], object] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """write: takes one line with its newline; raises OSError if it cannot. stderr if None."""
+        """write: takes whole lines; raises OSError if it cannot. stderr if None."""
         self.json = form == "json"
         self.level = _LEVELS[level]
         self.dropped = 0
@@ -73,6 +77,7 @@ class Log:
         self._clock = clock
         self._second = -1
         self._stamp = ""
+        self._pending: list[bytes] = []
 
     # -- events
 
@@ -129,7 +134,7 @@ class Log:
                 t.reasons,
                 clean(t.error) if t.error else "",
             )
-            self._line(_encode(record))
+            self._later(_encode(record))
             return
         line = f"{self._now()} INFO    {clean(method)} {path} {t.status} {ms}ms id={t.id} client={peer}"
         if t.plan:
@@ -143,7 +148,7 @@ class Log:
             line += f" reasons={','.join(t.reasons)}"
         if t.error:
             line += f" error={_quoted(clean(t.error))}"
-        self._line(line.encode())
+        self._later(line.encode())
 
     # -- stdlib
 
@@ -165,11 +170,28 @@ class Log:
 
     # -- lines
 
+    def flush(self) -> None:
+        """Write what is pending now."""
+        if pending := self._pending:
+            self._pending = []
+            try:
+                self._write(b"".join(pending))
+            except (OSError, ValueError):  # full pipe, closed stderr: never a reason to fail a request
+                self.dropped += len(pending)
+
     def _line(self, line: bytes) -> None:
-        try:
-            self._write(line + b"\n")
-        except (OSError, ValueError):  # full pipe, closed stderr: never a reason to fail a request
-            self.dropped += 1
+        self._pending.append(line + b"\n")
+        self.flush()
+
+    def _later(self, line: bytes) -> None:
+        """Like `_line`, together with the others of this turn of the loop: under load that is one write for many."""
+        pending = self._pending
+        pending.append(line + b"\n")
+        if len(pending) == 1:
+            try:
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:
+                self.flush()
 
     def _now(self) -> str:
         now = self._clock()
@@ -227,8 +249,7 @@ def _plain(value: Any) -> Any:
 
 def _quoted(value: Any) -> str:
     if isinstance(value, str):
-        bare = value and not any(c in value for c in ' "=\\')
-        return value if bare else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return value if _BARE(value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, list):
         return ",".join(map(_quoted, value))
     return str(value)

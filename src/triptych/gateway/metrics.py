@@ -39,7 +39,7 @@ ENCODE_STATUSES = (
 MAX_SERIES = 512
 _OTHER = "other"
 
-Key = tuple[str, ...]
+Key = tuple[str | int, ...]
 
 
 class Counts(dict[Key, int]):
@@ -114,7 +114,7 @@ class Metrics:
 
     def request(self, plan: str, status: int, seconds: float, model: str = "") -> None:
         """A request is over. status: what the client got; 499 if it left. model: a deployment's label."""
-        self._requests.add((model, plan, str(status)))
+        self._requests.add((model, plan, status))
         self._seconds.observe((model, plan), seconds)
 
     def first_token(self, plan: str, seconds: float, model: str = "") -> None:
@@ -242,7 +242,7 @@ def _gauge(name: str, doc: str, value: float) -> Metric:
 def _counter(name: str, doc: str, labels: Sequence[str], counts: dict[Key, int]) -> Metric:
     family = CounterMetricFamily(PREFIX + name, doc, labels=labels)
     for key, count in counts.items():
-        family.add_metric(key, count)
+        family.add_metric(tuple(map(str, key)), count)
     return family
 
 
@@ -254,5 +254,5 @@ def _histogram(name: str, doc: str, labels: Sequence[str], histograms: dict[Key,
         for bound, count in zip((*map(str, BUCKETS), "+Inf"), histogram.counts, strict=True):
             below += count
             buckets.append((bound, float(below)))
-        family.add_metric(key, buckets, histogram.total)
+        family.add_metric(tuple(map(str, key)), buckets, histogram.total)
     return family
