@@ -41,7 +41,8 @@ CONFIG = "TRIPTYCH_CONFIG"
 
 # Kubernetes puts these into every pod of a namespace that has a Service called `triptych` or `triptych-…`.
 _KUBERNETES = re.compile(
-    r"TRIPTYCH_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|PORT(?==\w+://))"
+    r"TRIPTYCH_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)="
+    r"|TRIPTYCH_(\w+_)?PORT=\w+://"
 )
 
 _SINGLE = frozenset(ModelSettings.model_fields)
@@ -86,7 +87,13 @@ class _Layer:
             at[last] |= value
         else:
             at[last] = value
-        self.origins[loc] = origin
+        self._own(loc, value, origin)
+
+    def _own(self, loc: Loc, value: Any, origin: Origin) -> None:
+        self.origins[loc] = Origin(origin.source, dotted(loc))
+        members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, member in members:
+            self._own((*loc, key), member, origin)
 
 
 def known_settings() -> dict[Loc, str]:
@@ -122,7 +129,6 @@ def load(
     for layer in layers:
         _merge(merged, layer, problems)
     _host_and_port(merged, host, port, problems)
-    incomplete = bool(problems)
     try:
         settings = GatewaySettings.model_validate(merged.values)
     except ValidationError as error:
