@@ -6,6 +6,7 @@ Each refuses what is wrong with a sentence that says what to give instead, and n
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +121,31 @@ def _pem_file(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"there is no file {path}: give the path of a PEM file")
     return path
+
+
+def tls_problem(certificate: Path, key: Path) -> str | None:
+    """Why a server cannot use this pair of PEM files, or None."""
+    try:
+        # An encrypted key would otherwise ask on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return f"{key} is not the key of {certificate}"
+        return f"{certificate} and {key} cannot be used: give an X.509 certificate and its key, both PEM, no passphrase"
+    except OSError as error:
+        return f"{certificate} and {key} cannot be read: {error.strerror}"
+    return None
+
+
+def authorities_problem(file: Path) -> str | None:
+    """Why no certificate can be checked against this PEM file, or None."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=file)
+    except ssl.SSLError:
+        return f"{file} holds no certificate: give a PEM file with the authorities' certificates"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    return None
 
 
 KeyFile = Annotated[Path, AfterValidator(_key_file)]

@@ -22,7 +22,19 @@ from pydantic import (
     model_validator,
 )
 
-from triptych.config.values import EngineUrl, KeyFile, Model, PemFile, Secret, Size, host_port, read_keys, refuse
+from triptych.config.values import (
+    EngineUrl,
+    KeyFile,
+    Model,
+    PemFile,
+    Secret,
+    Size,
+    authorities_problem,
+    host_port,
+    read_keys,
+    refuse,
+    tls_problem,
+)
 
 MiB = 1 << 20
 
@@ -227,12 +239,25 @@ class ServerTls(Model):
     certificate: PemFile = Field(description="PEM file with the certificate chain")
     key: PemFile = Field(description="PEM file with the private key")
 
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        if problem := tls_problem(self.certificate, self.key):
+            refuse(type(self), [(("key",), problem)])
+        return self
+
 
 class EngineTls(Model):
     """TLS to engines whose address is https://."""
 
     ca: PemFile | None = Field(None, description="PEM file with the authorities that sign the engines' certificates")
     verify: bool = Field(True, description="check the engines' certificates")
+
+    @field_validator("ca")
+    @classmethod
+    def _usable(cls, value: Path | None) -> Path | None:
+        if value is not None and (problem := authorities_problem(value)):
+            raise ValueError(problem)
+        return value
 
 
 class GatewaySettings(Model):
