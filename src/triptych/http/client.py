@@ -1,0 +1,310 @@
+"""Requests to upstreams over keep-alive connections, one pool for each origin."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl as ssl_module
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from triptych.http.errors import ClientClosed, ConnectError, ResetError
+from triptych.http.head import Header, header_lines, request_line
+from triptych.http.request import Buffer
+from triptych.http.upstream import Response, UpstreamConnection
+
+__all__ = ["Client", "Origin", "Response"]
+
+_JOIN_BELOW = 65_536
+_SLICE = 262_144
+
+
+class Origin(NamedTuple):
+    """Where requests go: scheme (`http`, `https`), host (an IPv6 address without brackets), port."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """The origin of an http(s) URL. Raises ValueError."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an http:// or https:// address")
+        return cls(parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+
+    @property
+    def netloc(self) -> str:
+        """The value of a `host` header: no port where it is the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.netloc}"
+
+
+class Pool:
+    """The connections to one origin: busy ones, and idle ones of which the last used is taken first.
+
+    Nothing here waits; methods change the two collections and return what is to be done.
+    """
+
+    def __init__(self, client: Client, origin: Origin) -> None:
+        self.client = client
+        self.origin = origin
+        self.loop = client.loop
+        self.max_header_bytes = client.max_header_bytes
+        self.host_line = b"host: %b\r\n" % origin.netloc.encode("ascii")
+        self.idle: list[UpstreamConnection] = []
+        self.busy: set[UpstreamConnection] = set()
+        self.connecting = 0
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.origin}: {len(self.busy)} active, {len(self.idle)} idle, {self.connecting} connecting>"
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        """A connection was made, for a request that waits for it."""
+        self.busy.add(connection)
+
+    def closed(self, connection: UpstreamConnection) -> None:
+        """A connection is gone."""
+        if connection.busy:
+            self.busy.discard(connection)
+        else:
+            self.idle.remove(connection)
+
+    def take(self) -> UpstreamConnection | None:
+        """An idle connection that is young enough, or None."""
+        oldest = self.loop.time() - self.client.idle_timeout
+        while self.idle:
+            connection = self.idle[-1]
+            if connection.idle_since > oldest and connection.usable:
+                self.idle.pop()
+                connection.busy = True
+                self.busy.add(connection)
+                return connection
+            connection.abort()
+        return None
+
+    def put(self, connection: UpstreamConnection) -> None:
+        """A connection whose exchange is over and which can be used again."""
+        self.busy.discard(connection)
+        connection.busy = False
+        connection.idle_since = self.loop.time()
+        self.idle.append(connection)
+        if len(self.idle) > self.client.max_idle:
+            self.idle[0].abort()
+        if self.client.closing:
+            connection.abort()
+
+    def sweep(self, now: float) -> None:
+        """Retire connections that idled too long; act on deadlines that passed."""
+        oldest = now - self.client.idle_timeout
+        while self.idle and self.idle[0].idle_since <= oldest:
+            self.idle[0].abort()
+        for connection in [c for c in self.busy if c.deadline <= now]:
+            connection.timed_out()
+
+
+class Client:
+    """An HTTP/1.1 client. Used from one event loop.
+
+    Idle connections are retired after `idle_timeout` seconds, at most `max_idle` are kept for each origin.
+    `ssl_context` is for `https` origins (default: the system's trust store).
+    """
+
+    def __init__(
+        self,
+        *,
+        connect_timeout: float = 2.0,
+        idle_timeout: float = 2.0,
+        max_idle: int = 256,
+        ssl_context: ssl_module.SSLContext | None = None,
+        max_header_bytes: int = 65_536,
+        sweep_interval: float = 0.25,
+    ) -> None:
+        self.connect_timeout = connect_timeout
+        self.idle_timeout = idle_timeout
+        self.max_idle = max_idle
+        self.max_header_bytes = max_header_bytes
+        self.sweep_interval = sweep_interval
+        self.closing = False
+        self.loop: asyncio.AbstractEventLoop
+        self._ssl = ssl_context
+        self._pools: dict[Origin, Pool] = {}
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Client {list(self._pools.values())}>"
+
+    async def request(
+        self,
+        origin: Origin,
+        method: bytes,
+        target: bytes,
+        headers: Sequence[Header],
+        body: Buffer | Sequence[Buffer] | AsyncIterator[bytes] = (),
+        *,
+        content_length: int | None = None,
+        timeout: float | None = None,
+    ) -> Response:
+        """Send a request; returns when the head of its response is there (informational ones are skipped).
+
+        `body` is a buffer, a sequence of buffers, or an async iterator (sent with `content_length`, else chunked).
+        `host` and framing headers are written here; those among `headers` are left out. `timeout` is the time in
+        seconds for the head once the request is on its way; connecting has its own.
+
+        Raises ConnectError, ResetError, GarbageError, HeaderTooLarge, CutError (cut inside the head), UpstreamTimeout,
+        UnsafeHeaderError. A cancelled call closes its connection.
+        """
+        if self.closing:
+            raise ClientClosed("this client is closed")
+        pool = self._pools.get(origin) or self._new_pool(origin)
+        parts: list[Buffer] = []
+        stream: AsyncIterator[bytes] | None = None
+        if isinstance(body, bytes | bytearray | memoryview):
+            parts = [body]
+        elif isinstance(body, AsyncIterator):
+            stream = body
+        else:
+            parts = list(body)
+        if stream is not None:
+            framing = b"transfer-encoding: chunked\r\n\r\n"
+            if content_length is not None:
+                framing = b"content-length: %d\r\n\r\n" % content_length
+        else:
+            size = sum(map(len, parts))
+            framing = b"\r\n" if not size and method in (b"GET", b"HEAD") else b"content-length: %d\r\n\r\n" % size
+        lines = header_lines([header for header in headers if header[0] != b"host"])
+        head = b"".join((request_line(method, target), pool.host_line, lines, framing))
+
+        connection = pool.take()
+        while True:
+            if connection is None:
+                connection = await self._connect(pool)
+            response = connection.begin(method)
+            if stream is None:
+                await _send(connection, response, head, parts)
+            else:
+                await _send_stream(connection, response, head, stream, content_length)
+            while not response.status and response.error is None:
+                await response._wait("the head of the response", timeout)
+            if response.status:
+                return response
+            assert response.error is not None
+            if not isinstance(response.error, ResetError) or not response.reused or stream is not None:
+                raise response.error
+            connection = None  # once more, on a fresh one
+
+    async def close(self) -> None:
+        """Close every connection; requests in flight fail with ResetError or CutError."""
+        self.closing = True
+        for pool in self._pools.values():
+            for connection in [*pool.idle, *pool.busy]:
+                connection.eof_received()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        await asyncio.sleep(0)
+
+    def pools(self) -> list[Pool]:
+        """The pools, for a look at them."""
+        return list(self._pools.values())
+
+    def _new_pool(self, origin: Origin) -> Pool:
+        self.loop = asyncio.get_running_loop()
+        pool = self._pools[origin] = Pool(self, origin)
+        return pool
+
+    async def _connect(self, pool: Pool) -> UpstreamConnection:
+        origin = pool.origin
+        tls: ssl_module.SSLContext | None = None
+        if origin.scheme == "https":
+            if self._ssl is None:
+                self._ssl = ssl_module.create_default_context()
+            tls = self._ssl
+        pool.connecting += 1
+        try:
+            async with asyncio.timeout(self.connect_timeout):
+                _, connection = await self.loop.create_connection(
+                    lambda: UpstreamConnection(pool), origin.host, origin.port, ssl=tls
+                )
+        except TimeoutError:
+            raise ConnectError(origin, f"no connection within {self.connect_timeout:g} s") from None
+        except (OSError, UnicodeError) as error:
+            raise ConnectError(origin, f"cannot connect: {error}") from error
+        finally:
+            pool.connecting -= 1
+        if self._sweeper is None:
+            self._sweeper = self.loop.call_later(self.sweep_interval, self._sweep)
+        return connection
+
+    def _sweep(self) -> None:
+        self._sweeper = None
+        now = self.loop.time()
+        alive = False
+        for pool in self._pools.values():
+            pool.sweep(now)
+            alive = alive or bool(pool.idle or pool.busy)
+        if alive:
+            self._sweeper = self.loop.call_later(self.sweep_interval, self._sweep)
+
+
+async def _send(connection: UpstreamConnection, response: Response, head: bytes, parts: Sequence[Buffer]) -> None:
+    """Write a whole request, stopping where the response comes first or the connection is lost."""
+    size = sum(map(len, parts))
+    if size <= _JOIN_BELOW:
+        connection.write(b"".join((head, *parts)))
+        connection.written = True
+        return
+    connection.write(head)
+    for part in parts:
+        view = memoryview(part)
+        for at in range(0, len(view), _SLICE):
+            connection.write(view[at : at + _SLICE])
+            while connection.write_paused:
+                if response.status or response.error is not None:
+                    return
+                await response._wait("the upstream to take the request", None)
+    connection.written = True
+
+
+async def _send_stream(
+    connection: UpstreamConnection,
+    response: Response,
+    head: bytes,
+    stream: AsyncIterator[bytes],
+    length: int | None,
+) -> None:
+    """Write a request whose body comes from an iterator, which is given up when the response comes first."""
+
+    async def pump() -> None:
+        connection.write(head)
+        left = math.inf if length is None else length
+        async for data in stream:
+            left -= len(data)
+            if left < 0:
+                raise ValueError("the request body is longer than its content-length")
+            if data:
+                connection.write(data if length is not None else b"%x\r\n%b\r\n" % (len(data), data))
+            await connection.room()
+        if length is None:
+            connection.write(b"0\r\n\r\n")
+        elif left:
+            raise ValueError("the request body is shorter than its content-length")
+        connection.written = True
+
+    task = connection.loop.create_task(pump())
+    task.add_done_callback(lambda _: response.wake())
+    try:
+        while not task.done() and not response.status and response.error is None:
+            await response._wait("the upstream to take the request", None)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        response.close()
+        raise error

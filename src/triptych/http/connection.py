@@ -1,0 +1,371 @@
+"""One client connection: bytes to requests, one handler task at a time, deadlines, and the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from typing import TYPE_CHECKING, cast
+
+from triptych.http.errors import BadRequest, BodyTimeout, ClientGone, ParseError, ServerSideError, WriteStalled
+from triptych.http.head import header_lines, status_line
+from triptych.http.parser import END, RequestEvent, RequestParser
+from triptych.http.request import Buffer, Request
+
+if TYPE_CHECKING:
+    from triptych.http.server import Server
+
+_HEAD, _IDLE, _BODY, _LINGER = "head", "idle", "body", "linger"
+
+_TCP_ESTABLISHED = 1
+_TCP_INFO = getattr(socket, "TCP_INFO", None)
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Server side of one connection.
+
+    Reading goes on while a handler runs, so that a client that leaves is noticed at once; only a body that nobody
+    takes pauses it (the sweep then asks the kernel whether the client is still there).
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.loop = server.loop
+        self.limits = server.limits
+        self.peer = ""
+        self.scheme = "https" if server.tls else "http"
+        self.gone = False
+        self.write_paused = False
+        self.last_request = False
+        self._transport: asyncio.Transport | None = None
+        self._parser = RequestParser(self.limits.header_bytes)
+        self._request: Request | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._running = False
+        self._closing = False
+        self._discarding = False
+        self._reading_paused = False
+        self._drain_waiter: asyncio.Future[None] | None = None
+        self._waiting_for = _HEAD
+        self._read_deadline = math.inf
+        self._write_deadline = math.inf
+        self._unsent = 0
+
+    def __repr__(self) -> str:
+        return f"<Connection from {self.peer}: {self._request or self._waiting_for}>"
+
+    # --- from the transport ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        name = transport.get_extra_info("peername")
+        self.peer = str(name[0]) if isinstance(name, tuple) else ""
+        self.server.connections.add(self)
+        self._wait_for(_HEAD, self.limits.header_timeout)
+        self.server.sweep_soon()
+        if self.server.draining:
+            self.close()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.server.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self.server.scratch[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client, in order."""
+        if self._discarding:
+            return
+        parser = self._parser
+        if parser.ended:
+            # The next request, early. Reading goes on (or a client that leaves would go unnoticed), so there is
+            # a bound.
+            parser.rest += data
+            if len(parser.rest) > self.limits.pipelined_bytes:
+                parser.rest = b""
+                self.last_request = self._discarding = True
+            return
+        try:
+            events = parser.feed(data)
+        except ParseError as error:
+            self._refuse(error)
+            return
+        self._handle(events)
+
+    def eof_received(self) -> bool:
+        self._left()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self._left()
+        waiter = self._drain_waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(ClientGone("the client has left"))
+        self._read_deadline = self._write_deadline = math.inf
+        self.server.lost(self)
+        self._transport = None
+        if self._task is not None and not self._running:
+            # Cancelled before its first step: `_serve` will never run.
+            self._task = None
+            self.server.ended()
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        self._guard_writing()
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if not self._closing:
+            self._write_deadline = math.inf
+        waiter = self._drain_waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def _handle(self, events: list[RequestEvent]) -> None:
+        request = self._request
+        for event in events:
+            if type(event) is bytes:
+                assert request is not None
+                request.feed(event)
+                if self._waiting_for is _BODY:
+                    self._wait_for(_BODY, self.limits.body_timeout)
+            elif event is END:
+                assert request is not None
+                self._read_deadline = math.inf
+                request.feed_end()
+            else:
+                request = self._request = Request(event, self)  # type: ignore[arg-type]
+                self._read_deadline = math.inf
+                self._waiting_for = ""
+                self._running = False
+                self.server.begun()
+                self._task = self.loop.create_task(self._serve(request))
+        if request is None:
+            if self._waiting_for is _IDLE and self._parser.started:
+                self._wait_for(_HEAD, self.limits.header_timeout)
+        elif not request.body_ended and not request.collecting and request.buffered > self.limits.body_buffer:
+            self._pause_reading()
+
+    async def _serve(self, request: Request) -> None:
+        """One request from its head to its answer."""
+        self._running = True
+        try:
+            await self.server.handler(request)
+            if not request.finished and not self.gone:
+                raise RuntimeError("the handler returned without an answer")
+        except asyncio.CancelledError:
+            if not self.gone:
+                self.abort()
+        except ClientGone:
+            pass
+        except Exception as error:
+            self._handler_failed(request, error)
+        finally:
+            self._running = False
+            self._task = None
+            self.server.ended()
+            self._after(request)
+
+    def _handler_failed(self, request: Request, error: Exception) -> None:
+        if request.started:
+            self.server.report(request, error)
+            request.abort()
+        elif isinstance(error, ServerSideError):
+            self._answer_error(error.status, error.message)
+        else:
+            self.server.report(request, error)
+            self._answer_error(500, "internal server error")
+        request.finished = True
+
+    def _after(self, request: Request) -> None:
+        self._request = None
+        if self._closing:
+            return
+        if not request.body_ended:
+            self._linger()
+        elif not request.keep_alive or self.last_request or self.server.draining:
+            self.close()
+        else:
+            self._wait_for(_IDLE, self.limits.keep_alive_timeout)
+            try:
+                events = self._parser.next_message()
+            except ParseError as error:
+                self._refuse(error)
+                return
+            if events or self._parser.started:
+                self._handle(events)
+
+    def _refuse(self, error: ParseError) -> None:
+        """What came is not HTTP: say so if nothing else is being said, and close."""
+        self._discarding = self.last_request = True
+        request = self._request
+        if request is not None:
+            request.fail(BadRequest(error.message))
+        else:
+            self._answer_error(error.status, error.message)
+            self._linger()
+
+    def _answer_error(self, status: int, message: str) -> None:
+        headers, body = self.server.on_bad_request(status, message)
+        self.last_request = True
+        request = self._request
+        if request is not None:
+            request.started = True
+            request.keep_alive = False
+        head = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        hidden = request is not None and request.method == "HEAD"
+        parts = (status_line(status), header_lines(headers), self.date_line(), head, b"" if hidden else body)
+        self.write(b"".join(parts))
+
+    def _left(self) -> None:
+        """The client is gone: its handler stops here and now."""
+        if self.gone:
+            return
+        self.gone = True
+        request = self._request
+        if self._task is not None and request is not None and not request.finished:
+            self._task.cancel()
+
+    # --- for the request ---------------------------------------------------------------------------------------
+
+    def write(self, data: Buffer) -> None:
+        """Hand bytes to the transport. Raises ClientGone."""
+        if self.gone or self._transport is None:
+            raise ClientGone("the client has left")
+        self._transport.write(data)
+
+    def writelines(self, parts: tuple[Buffer, ...]) -> None:
+        """Like `write`, several buffers at once."""
+        if self.gone or self._transport is None:
+            raise ClientGone("the client has left")
+        self._transport.writelines(parts)
+
+    async def drained(self) -> None:
+        """Wait until the client has taken enough of what was written. Raises WriteStalled, ClientGone."""
+        if not self.write_paused:
+            return
+        if self.gone:
+            raise ClientGone("the client has left")
+        self._drain_waiter = self.loop.create_future()
+        try:
+            await self._drain_waiter
+        finally:
+            self._drain_waiter = None
+
+    def want_body(self, wanted: bool) -> None:
+        """The handler waits (or stopped waiting) for body bytes: the body deadline runs meanwhile."""
+        if wanted:
+            self.relieve()
+            self._wait_for(_BODY, self.limits.body_timeout)
+        else:
+            self._waiting_for = ""
+            self._read_deadline = math.inf
+
+    def relieve(self) -> None:
+        """The handler took body bytes: read on."""
+        if self._reading_paused and self._transport is not None and not self._closing:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def date_line(self) -> bytes:
+        """The `date` header line of this second."""
+        return self.server.date_line()
+
+    # --- closing -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Send what is buffered, then close."""
+        if self._transport is not None and not self._closing:
+            self._closing = True
+            self._guard_writing()
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        """Close unless a request is running; then close after it."""
+        self.last_request = True
+        if self._request is None and self._task is None and not self._discarding:
+            self.close()
+
+    def _linger(self) -> None:
+        """The client is still sending. Closing now would reset the connection and could destroy the answer on its
+        way, so end our side, and throw away what comes for a moment."""
+        transport = self._transport
+        if transport is None or self._closing:
+            return
+        self._discarding = self.last_request = True
+        self._wait_for(_LINGER, self.limits.linger_timeout)
+        self._guard_writing()
+        if transport.can_write_eof():
+            transport.write_eof()
+        self.relieve()
+
+    def _pause_reading(self) -> None:
+        if not self._reading_paused and self._transport is not None and not self._closing:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    # --- deadlines ---------------------------------------------------------------------------------------------
+
+    def _wait_for(self, what: str, seconds: float) -> None:
+        self._waiting_for = what
+        self._read_deadline = self.loop.time() + seconds
+
+    def _guard_writing(self) -> None:
+        if self._transport is not None:
+            self._unsent = self._transport.get_write_buffer_size()
+            self._write_deadline = self.loop.time() + self.limits.write_timeout
+
+    def sweep(self, now: float) -> None:
+        """Called by the server every so often: act on deadlines that passed."""
+        if now >= self._read_deadline:
+            self._read_deadline = math.inf
+            self._read_timed_out()
+        if now >= self._write_deadline:
+            self._write_timed_out()
+        if self._reading_paused and not self._closing:
+            self._look_for_client()
+
+    def _read_timed_out(self) -> None:
+        if self._waiting_for is _BODY:
+            if self._request is not None:
+                self._request.fail(BodyTimeout(self.limits.body_timeout))
+        elif self._waiting_for is _LINGER:
+            self.close() if not self.write_paused else self.abort()
+        elif self._waiting_for is _HEAD and self._parser.started:
+            self._answer_error(408, f"waited {self.limits.header_timeout:g} s for the request head")
+            self._linger()
+        else:
+            self.close()
+
+    def _write_timed_out(self) -> None:
+        assert self._transport is not None
+        unsent = self._transport.get_write_buffer_size()
+        if unsent < self._unsent:
+            self._guard_writing()
+            return
+        self._write_deadline = math.inf
+        if unsent or self._closing:
+            waiter = self._drain_waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(WriteStalled(self.limits.write_timeout))
+            self.abort()
+
+    def _look_for_client(self) -> None:
+        """Reading is paused, so the transport would not tell that the client has left: ask the kernel."""
+        if _TCP_INFO is None or self._transport is None:
+            return
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or sock.family == socket.AF_UNIX:
+            return
+        if sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0] != _TCP_ESTABLISHED:
+            self._left()
+            self.abort()

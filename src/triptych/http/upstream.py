@@ -1,0 +1,396 @@
+"""One connection to an upstream, and the response that is being read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, cast
+
+from triptych.http.errors import (
+    CutError,
+    GarbageError,
+    HeaderTooLarge,
+    ParseError,
+    ResetError,
+    ResponseTooLarge,
+    UpstreamError,
+    UpstreamTimeout,
+)
+from triptych.http.head import Header, ResponseHead, find
+from triptych.http.parser import END, ResponseParser
+
+if TYPE_CHECKING:
+    from triptych.http.client import Pool
+
+READ_AHEAD = 262_144
+"""Bytes of a response that wait to be taken before the upstream is held back."""
+
+
+class Response:
+    """One exchange. Whoever got it from `Client.request` has the head; read the rest with `read` or `chunks`, and
+    `close` it whatever happens.
+
+    Bytes that came are kept here, so the connection goes back to its pool once the response has ended on the wire.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_limit",
+        "_parts",
+        "_size",
+        "_waiter",
+        "ended",
+        "error",
+        "headers",
+        "length",
+        "origin",
+        "reason",
+        "reused",
+        "status",
+    )
+
+    def __init__(self, connection: UpstreamConnection) -> None:
+        self.status = 0
+        self.reason = b""
+        self.headers: list[Header] = []
+        self.length: int | None = None
+        self.origin = connection.pool.origin
+        self.reused = connection.reused
+        self.ended = False
+        self.error: UpstreamError | None = None
+        self._connection: UpstreamConnection | None = connection
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._limit = -1
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "complete" if self.ended else "broken" if self.error else "open" if self._connection else "closed"
+        return f"<Response {self.status or 'pending'} from {self.origin}: {state}>"
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of the header called `name` (lower case), or None."""
+        return find(self.headers, name)
+
+    async def read(self, limit: int, *, timeout: float | None = None) -> bytes:
+        """The whole body, at most `limit` bytes.
+
+        Raises ResponseTooLarge as soon as it is known, CutError, GarbageError, and UpstreamTimeout when nothing comes
+        for `timeout` seconds.
+        """
+        if (self.length or 0) > limit or self._size > limit:
+            self.close()
+            raise ResponseTooLarge(self.origin, limit)
+        if not self.ended:
+            self._limit = limit
+            await self._wait("the rest of the response", timeout)
+        if self.error is not None:
+            raise self.error
+        return self._take()
+
+    def chunks(self, *, timeout: float | None = None) -> ResponseChunks:
+        """Async iterator over the body as it comes; what arrived together comes as one `bytes`.
+
+        The upstream is held back while nobody takes. Raises CutError, GarbageError after all that came before, and
+        UpstreamTimeout when nothing comes for `timeout` seconds.
+        """
+        return ResponseChunks(self, timeout)
+
+    def close(self) -> None:
+        """Give up what has not come. Idempotent; a response that has ended has nothing to close."""
+        connection = self._connection
+        if connection is not None:
+            self._connection = None
+            connection.abort()
+
+    def _take(self) -> bytes:
+        parts = self._parts
+        self._size = 0
+        if len(parts) == 1:
+            return parts.pop()
+        body = b"".join(parts)
+        parts.clear()
+        return body
+
+    async def _wait(self, what: str, timeout: float | None) -> None:
+        """Wait until there is something new: the head, bytes (with a limit set: all of them), the end, an error, or,
+        while the request is being written, room for more of it."""
+        connection = self._connection
+        if self.error is not None or connection is None:
+            return
+        waiter = self._waiter = connection.loop.create_future()
+        connection.relieve()
+        if timeout is not None:
+            connection.wait_for(what, timeout)
+        try:
+            await waiter
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._waiter = None
+            if timeout is not None and self._connection is not None:
+                connection.deadline = math.inf
+
+    # --- from the connection -----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have whoever waits look again."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def feed_head(self, head: ResponseHead) -> None:
+        """The head is there."""
+        self.status = head.status
+        self.reason = head.reason
+        self.headers = head.headers
+        self.length = head.length if head.length >= 0 else None
+        self.wake()
+
+    def feed(self, data: bytes) -> bool:
+        """More of the body; False when so much waits to be taken that the upstream should be held back."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._limit < 0:
+            self.wake()
+            return self._size <= READ_AHEAD
+        if self._size > self._limit:
+            connection = self._connection
+            self.fail(ResponseTooLarge(self.origin, self._limit))
+            if connection is not None:
+                connection.abort()
+        return True
+
+    def feed_end(self) -> None:
+        """The body is whole."""
+        self.ended = True
+        self._connection = None
+        self.wake()
+
+    def fail(self, error: UpstreamError) -> None:
+        """There will be no more."""
+        if not self.ended and self.error is None:
+            self.error = error
+            self._connection = None
+            self.wake()
+
+
+class ResponseChunks:
+    """Async iterator over a response body; see `Response.chunks`."""
+
+    __slots__ = ("_response", "_timeout")
+
+    def __init__(self, response: Response, timeout: float | None) -> None:
+        self._response = response
+        self._timeout = timeout
+
+    def __aiter__(self) -> ResponseChunks:
+        return self
+
+    async def __anext__(self) -> bytes:
+        response = self._response
+        while not response._parts:
+            if response.error is not None:
+                raise response.error
+            if response._connection is None:
+                raise StopAsyncIteration
+            await response._wait("the next bytes of the response", self._timeout)
+        return response._take()
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Client side of one connection: one exchange at a time."""
+
+    __slots__ = (
+        "_closed",
+        "_got_bytes",
+        "_parser",
+        "_reading_paused",
+        "_room_waiter",
+        "_transport",
+        "busy",
+        "deadline",
+        "idle_since",
+        "loop",
+        "pool",
+        "response",
+        "reused",
+        "waiting_for",
+        "waiting_seconds",
+        "write_paused",
+        "written",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.loop = pool.loop
+        self.reused = False
+        self.busy = True
+        self.idle_since = 0.0
+        self.deadline = math.inf
+        self.waiting_for = ""
+        self.waiting_seconds = 0.0
+        self.write_paused = False
+        self.written = False
+        self.response: Response | None = None
+        self._transport: asyncio.Transport | None = None
+        self._parser = ResponseParser(pool.max_header_bytes)
+        self._room_waiter: asyncio.Future[None] | None = None
+        self._reading_paused = False
+        self._got_bytes = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "active" if self.busy else "idle"
+        return f"<UpstreamConnection to {self.pool.origin}: {state}>"
+
+    # --- from the transport ------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        response = self.response
+        if response is None or self._closed:
+            self.abort()  # an upstream that speaks unasked
+            return
+        self._got_bytes = True
+        try:
+            events = self._parser.feed(data)
+        except ParseError as error:
+            kind = HeaderTooLarge if error.status == 431 else GarbageError
+            self._fail(kind(self.pool.origin, error.message))
+            return
+        for event in events:
+            if type(event) is bytes:
+                if not response.feed(event) and not self._reading_paused and self._transport is not None:
+                    self._reading_paused = True
+                    self._transport.pause_reading()
+            elif event is END:
+                self._end(response)
+            elif event.status >= 200:  # type: ignore[union-attr]
+                response.feed_head(event)  # type: ignore[arg-type]
+        if self.deadline != math.inf and response.status:
+            self.deadline = self.loop.time() + self.waiting_seconds
+
+    def eof_received(self) -> bool:
+        self._lost(None)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost(exc)
+        self._transport = None
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        self._give_room()
+
+    # --- one exchange ------------------------------------------------------------------------------------------
+
+    def begin(self, method: bytes) -> Response:
+        """Use the connection for one request of this method; returns its response, which has no head yet."""
+        self.written = False
+        self._got_bytes = False
+        self._parser.begin(method)
+        self.response = Response(self)
+        return self.response
+
+    @property
+    def usable(self) -> bool:
+        """Whether the transport is there and nobody is closing it."""
+        return not self._closed and self._transport is not None and not self._transport.is_closing()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Hand bytes to the transport; on a lost connection nothing happens, the response says so."""
+        if self._transport is not None and not self._closed:
+            self._transport.write(data)
+
+    async def room(self) -> None:
+        """Until there is room to write again, or the connection is closed."""
+        if self._closed or not self.write_paused:
+            return
+        self._room_waiter = self.loop.create_future()
+        try:
+            await self._room_waiter
+        finally:
+            self._room_waiter = None
+
+    def wait_for(self, what: str, seconds: float) -> None:
+        """Fail with UpstreamTimeout unless bytes come within `seconds`."""
+        self.waiting_for = what
+        self.waiting_seconds = seconds
+        self.deadline = self.loop.time() + seconds
+
+    def timed_out(self) -> None:
+        """Called by the client's sweep when `deadline` has passed."""
+        self._fail(UpstreamTimeout(self.pool.origin, self.waiting_for, self.waiting_seconds))
+
+    def relieve(self) -> None:
+        """Bytes were taken: read on."""
+        if self._reading_paused and self._transport is not None and not self._closed:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.deadline = math.inf
+            self.pool.closed(self)
+            self._give_room()
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _end(self, response: Response) -> None:
+        transport = self._transport
+        self.deadline = math.inf
+        self.response = None
+        response.feed_end()
+        if (
+            transport is None
+            or not self.written
+            or not self._parser.keep_alive
+            or self._parser.rest
+            or transport.is_closing()
+            or transport.get_write_buffer_size()
+        ):
+            self.abort()
+            return
+        self.relieve()
+        self.reused = True
+        self.pool.put(self)
+
+    def _lost(self, exc: Exception | None) -> None:
+        if self._closed:
+            return
+        response = self.response
+        if response is None:
+            self.abort()
+            return
+        if exc is None and self._parser.eof():
+            self._end(response)
+            return
+        origin = self.pool.origin
+        why = f" ({exc})" if exc is not None else ""
+        if self._got_bytes:
+            self._fail(CutError(origin, f"connection lost before the response ended{why}"))
+        else:
+            self._fail(ResetError(origin, f"connection lost before any byte of the response{why}"))
+
+    def _fail(self, error: UpstreamError) -> None:
+        response, self.response = self.response, None
+        if response is not None:
+            response.fail(error)
+        self.abort()
+
+    def _give_room(self) -> None:
+        waiter = self._room_waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if not self.written and self.response is not None:
+            self.response.wake()
