@@ -44,7 +44,10 @@ def shown_url(url: str) -> str:
 
 def _engine_url(url: str) -> str:
     shown = shown_url(url)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # an unclosed [
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname or any(c <= " " or c == "\x7f" for c in url):
         raise ValueError(f"{shown!r} is not an engine address: write it as http://HOST:PORT or https://HOST:PORT")
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:

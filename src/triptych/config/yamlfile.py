@@ -17,7 +17,7 @@ from triptych.config.problems import Loc, Problem, SettingsError, dotted
 
 _STR = "tag:yaml.org,2002:str"
 _INT = re.compile(r"[-+]?[0-9]{1,19}")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,4})?")
 _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -77,7 +77,7 @@ def parse(text: str, name: str) -> Document:
         raise SettingsError([Problem(name, "", f"is not YAML: {reason}")]) from None
     except RecursionError:
         raise SettingsError([Problem(name, "", "is nested too deeply")]) from None
-    if root is None:
+    if root is None or (isinstance(root, yaml.ScalarNode) and root.style is None and _scalar(root) is None):
         return Document({}, {})
     if not isinstance(root, yaml.MappingNode):
         what = "must be settings, one `name: value` a line"

@@ -87,7 +87,7 @@ def _split_urls(value: Any) -> Any:
     """`a,b` and the reference proxy's `disable`/`none` are what users of vLLM's proxy type."""
     if value is None:
         return ()
-    if isinstance(value, str):
+    if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list | tuple):
         out: list[Any] = []
