@@ -39,4 +39,4 @@ CPU_FLAGS: tuple[str, ...] = (
 def cpu_environment(base: Mapping[str, str], *, threads: int = 1) -> dict[str, str]:
     """`base` with the CPU settings put in and what contradicts them taken out. `threads`: per engine, for compute."""
     environment = {name: value for name, value in base.items() if name not in CPU_UNSET}
-    return environment | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    return {**environment, **CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
