@@ -20,7 +20,8 @@ from triptych.gateway.engines import Deployment, Engine, Fleet
 from triptych.gateway.logs import Log
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.timeline import Ring
-from triptych.http import HttpError, Request, Server, ServerLimits
+from triptych.http.errors import HttpError
+from triptych.http.server import Request, Server, ServerLimits
 
 _BODY_BYTES = 64 * 1024
 _JSON = b"application/json"

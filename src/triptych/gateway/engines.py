@@ -23,19 +23,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from triptych.gateway.settings import ROLES, EngineSettings, GatewaySettings, Health, Limits, ModelSettings, Role
+from triptych.http.client import Origin
 
 State = Literal["unknown", "alive", "ejected", "held"]
 _NO_LIMIT = 1 << 62
 _SCAN = 4  # pools up to this size are looked at whole: it costs no more than two random draws
-
-
-class Origin(NamedTuple):
-    scheme: str
-    host: str
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class Engine:
         self.settings = settings
         self.role: Role = role
         self.url = settings.url
-        self.origin = _origin(settings.url)
+        self.origin = Origin.parse(settings.url)
         self.weight = settings.weight
         self.limit = min(x for x in (settings.max_in_flight, limit, _NO_LIMIT) if x is not None)
         self.in_flight = 0
@@ -477,9 +471,3 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"<Fleet [{' | '.join(map(repr, self.deployments))}]>"
-
-
-def _origin(url: str) -> Origin:
-    parts = urlsplit(url)
-    assert parts.hostname is not None  # EngineSettings has checked
-    return Origin(parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))

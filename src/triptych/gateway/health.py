@@ -22,7 +22,9 @@ import triptych
 from triptych.gateway.engines import Change, Deployment, Engine, Fleet
 from triptych.gateway.logs import Log, exception_fields
 from triptych.gateway.settings import Health
-from triptych.http import Client, Header, HttpError
+from triptych.http.client import Client
+from triptych.http.errors import HttpError
+from triptych.http.head import Header
 
 _HEALTH_BYTES = 64 * 1024
 _MODELS_BYTES = 4 * 1024 * 1024
