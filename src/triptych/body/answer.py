@@ -1,0 +1,89 @@
+"""Engines' answers: reading hand-over parameters out of them, merging them, nulling them for the client."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import msgspec
+
+from triptych.body.edit import Splice
+from triptych.body.scan import BodyError, Hint, Member, Scanner, checked
+
+_decode_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class AnswerError(ValueError):
+    """An engine's answer that cannot be used: not one JSON object, or a hand-over parameter of a wrong type."""
+
+
+def _hint(answer: bytes) -> Hint:
+    try:
+        return checked(answer, _decode_object, "answer").get
+    except BodyError as error:
+        raise AnswerError(error.message) from None
+
+
+def _members(answer: bytes) -> list[Member]:
+    hint = _hint(answer)
+    try:
+        return Scanner(answer).members(answer.index(b"{"), hint=hint)[0]
+    except BodyError as error:
+        raise AnswerError(error.message) from None
+
+
+def top_level_value(answer: bytes, key: str) -> bytes | None:
+    """The value of a top-level member, byte for byte; the last copy, as in `json.loads`. None if absent or null.
+
+    Raises:
+        AnswerError: the answer is not one JSON object.
+    """
+    value = None
+    for member in _members(answer):
+        if member.key == key:
+            value = answer[member.value : member.end]
+    return None if value == b"null" else value
+
+
+def top_level_object(answer: bytes, key: str) -> bytes | None:
+    """The same for a value that must be an object: `ec_transfer_params`, `kv_transfer_params`.
+
+    Raises:
+        AnswerError: the answer is not one JSON object, or the value is neither absent, null nor an object.
+    """
+    value = top_level_value(answer, key)
+    if value is not None and not value.startswith(b"{"):
+        raise AnswerError(f"{key} is not an object")
+    return value
+
+
+def merge_handles(handles: Iterable[bytes | None]) -> bytes | None:
+    """Union of objects keyed by media hash, in item order; None where there is nothing.
+
+    The first of a repeated hash wins (keys are compared decoded; within one object the last copy is its value, as in
+    `json.loads`). Keys and values travel byte for byte.
+
+    Raises:
+        AnswerError: one of them is not one JSON object.
+    """
+    merged: dict[str, bytes] = {}
+    for raw in handles:
+        if raw is None or raw == b"null":
+            continue
+        own: dict[str, bytes] = {m.key: raw[m.start : m.end] for m in _members(raw)}
+        for key, member in own.items():
+            merged.setdefault(key, member)
+    return b"{" + b",".join(merged.values()) + b"}" if merged else None
+
+
+def null_splices(answer: bytes, keys: Collection[str]) -> list[Splice]:
+    """Splices that null these top-level members of an answer to the client; none where all are absent or null.
+
+    Raises:
+        AnswerError: the answer is not one JSON object.
+    """
+    return [
+        Splice(member.value, member.end, b"null")
+        for member in _members(answer)
+        if member.key in keys and answer[member.value : member.end] != b"null"
+    ]

@@ -1,0 +1,376 @@
+"""Offsets in a JSON text: members of objects, elements of arrays, without building values.
+
+Rules of this module:
+
+* `validate` runs first. It is one pass at C speed (msgspec) and accepts what `json.loads` accepts of UTF-8 JSON:
+  lone surrogates and integers of any size too, but no byte order mark, no UTF-16, no `NaN`. Everything else here
+  may then assume valid JSON.
+* Keys are decoded, so `ec\\u005ftransfer_params` is `ec_transfer_params`. Nothing else is.
+* Work is linear in the bytes walked. Long strings are skipped by `bytes.find`, small values inside one regular
+  expression; only what is left costs Python steps, and those are limited to `MAX_STEPS` per body, so that a body made
+  of millions of brackets is refused instead of holding the event loop.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from itertools import islice
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+
+MAX_STEPS: Final = 1 << 19
+"""Members, elements and brackets of one body that the scanner visits one by one before it refuses the body."""
+
+_UTF8_CHUNK: Final = 1 << 20
+_WINDOW: Final = 1 << 18
+_SLOW_ESCAPES: Final = 8
+
+_WS: Final = rb"[ \t\n\r]*+"
+_STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+
+
+def balanced(depth: int) -> bytes:
+    """Pattern of a container that nests at most `depth` levels deep (no backtracking, linear)."""
+    body = rb'[^][{}"]*+(?:' + _STRING + rb'[^][{}"]*+)*+'
+    for _ in range(depth - 1):
+        body = rb'[^][{}"]*+(?:(?:' + _STRING + rb"|[\[{]" + body + rb'[]}])[^][{}"]*+)*+'
+    return rb"[\[{]" + body + rb"[]}]"
+
+
+VALUE: Final = rb"(?:" + _STRING + rb'|[^][{}", \t\n\r]++|' + balanced(3) + rb")"
+
+_MEMBER: Final = re.compile(
+    _WS + rb'"([^"\\]{0,64}+)"' + _WS + rb":" + _WS
+    # A short string, a number or word, a flat container; anything else leaves the group empty.
+    + rb'((?:"[^"\\]{0,256}+"|[^][{}", \t\n\r]++|[\[{][^][{}"]{0,256}+(?:"[^"\\]{0,64}+"[^][{}"]{0,64}+){0,16}+[]}])?+)'
+    + _WS + rb",?+"
+)  # fmt: skip
+_KEY: Final = re.compile(_WS + rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"' + _WS + rb":" + _WS, re.DOTALL)
+_SEPARATOR: Final = re.compile(_WS + rb",?+" + _WS)
+_SPACE: Final = re.compile(_WS)
+_SCALAR: Final = re.compile(rb'[^][{}", \t\n\r]++')
+_STRING_TAIL: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_SMALL: Final = re.compile(balanced(5), re.DOTALL)
+_GAP: Final = re.compile(rb'[^"\[\]{}]*+(?:"[^"\\]{0,256}+"[^"\[\]{}]*+){0,256}+')
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+STRIPPED: Final = "<stripped>"
+"""Key (by identity) of a run of members that are to be removed; see `Scanner.members`."""
+
+
+class BodyError(ValueError):
+    """A request body that is refused before any engine is called.
+
+    `status` is the HTTP status for the client, `param` the field at fault or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+
+
+class Member(NamedTuple):
+    """A member of an object: decoded key, offset of its opening quote, offsets of the value."""
+
+    key: str
+    start: int
+    value: int
+    end: int
+
+
+class Rules(NamedTuple):
+    """Keys of an object that are to be removed, and the pattern of a run of such members."""
+
+    keys: frozenset[str]
+    run: re.Pattern[bytes] | None
+
+    @classmethod
+    def of(cls, keys: frozenset[str]) -> Rules:
+        """Compile the rules. A run is any number of these members one after another, however their keys are spelled."""
+        if not keys:
+            return cls(keys, None)
+        names = b"|".join(_spellings(key.encode()) for key in sorted(keys))
+        plain = b"|".join(re.escape(key.encode()) for key in sorted(keys))
+        member = rb'"(?:' + plain + rb"|" + names + rb')"' + _WS + rb":" + _WS + VALUE
+        # A scalar must end before the window of the match does.
+        member += rb"(?=[ \t\n\r,}])"
+        run = rb"(" + member + rb"(?:" + _WS + rb"," + _WS + member + rb")*+)"
+        return cls(keys, re.compile(run, re.DOTALL))
+
+
+NO_RULES: Final = Rules.of(frozenset())
+
+
+def _spellings(key: bytes) -> bytes:
+    """Pattern of every JSON spelling of an ASCII key without characters that have short escapes."""
+    return b"".join(rb"(?:%s|\\u00(?i:%02x))" % (re.escape(bytes([c])), c) for c in key)
+
+
+class _Bulk(msgspec.Struct, gc=False):
+    """Fields that are large in real requests; msgspec tells their length while it validates."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    functions: msgspec.Raw = msgspec.Raw(b"")
+    documents: msgspec.Raw = msgspec.Raw(b"")
+    logit_bias: msgspec.Raw = msgspec.Raw(b"")
+    response_format: msgspec.Raw = msgspec.Raw(b"")
+    structured_outputs: msgspec.Raw = msgspec.Raw(b"")
+
+
+Hint = Callable[[str], msgspec.Raw | None]
+"""Where a top-level value of that key may end, as the bytes of the value. Only a hint: it is compared before use."""
+
+_decode_bulk: Final = msgspec.json.Decoder(_Bulk).decode
+_decode_raw: Final = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def _no_hint(_key: str) -> msgspec.Raw | None:
+    return None
+
+
+def check_utf8(raw: bytes, what: str) -> None:
+    """Refuse bytes that are not UTF-8. Encoded surrogates pass, as they do in `json.loads`."""
+    if raw.isascii():
+        return
+    try:
+        if len(raw) <= _UTF8_CHUNK:
+            raw.decode("utf-8", "surrogatepass")
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+        for at in range(0, len(raw), _UTF8_CHUNK):
+            decoder.decode(raw[at : at + _UTF8_CHUNK], at + _UTF8_CHUNK >= len(raw))
+    except UnicodeDecodeError:
+        raise BodyError(f"{what} is not valid UTF-8") from None
+
+
+def checked(raw: bytes, decode: Callable[[bytes], _T], what: str) -> _T:
+    """`decode(raw)` with msgspec, its errors as BodyError; what it returns may hold other spellings of surrogates."""
+    check_utf8(raw, what)
+    try:
+        try:
+            return decode(raw)
+        except msgspec.ValidationError:
+            raise BodyError(f"{what} must be one JSON object") from None
+        except msgspec.DecodeError:
+            # msgspec refuses lone surrogates, json.loads does not. An escape and its stand-in are of one length and
+            # equally valid wherever they are, also where a preceding backslash makes them plain text.
+            plain = _SURROGATE.sub(rb"\\u0041", raw)
+            if plain == raw:
+                raise
+            return decode(plain)
+    except msgspec.ValidationError:
+        raise BodyError(f"{what} must be one JSON object") from None
+    except msgspec.DecodeError as error:
+        raise BodyError(f"{what} is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
+    except RecursionError:
+        raise BodyError(f"{what} is nested too deeply") from None
+
+
+def validate(raw: bytes, what: str = "request body") -> None:
+    """Check that `raw` is one JSON text in UTF-8.
+
+    Raises:
+        BodyError: it is not; the message names the byte offset.
+    """
+    checked(raw, _decode_raw, what)
+
+
+def validate_object(raw: bytes, what: str = "request body") -> Hint:
+    """Check that `raw` is one JSON object in UTF-8; gives hints for `Scanner`.
+
+    Raises:
+        BodyError: it is not; the message names the byte offset.
+    """
+    bulk = checked(raw, _decode_bulk, what)
+    return lambda key: getattr(bulk, key, None)
+
+
+class Scanner:
+    """Walks one validated JSON text. Each instance has one budget of `MAX_STEPS`."""
+
+    __slots__ = ("_hint", "_left", "_limit", "raw")
+
+    def __init__(self, raw: bytes, hint: Hint = _no_hint, limit: int = MAX_STEPS) -> None:
+        self.raw = raw
+        self._hint = hint
+        self._left = limit
+        self._limit = limit
+
+    def _spend(self, steps: int) -> None:
+        self._left -= steps
+        if self._left <= 0:
+            raise BodyError(f"request body has more than {self._limit} nested values to look at", status=413)
+
+    def members(self, at: int, rules: Rules = NO_RULES, hint: Hint = _no_hint) -> tuple[list[Member], int]:
+        """Members of the object whose `{` is at `at`: all copies, in order; and the offset behind its `}`.
+
+        Members whose key is in `rules.keys` are given as runs: one Member with the key `STRIPPED` for many
+        neighbours, without the comma behind the last.
+        """
+        raw = self.raw
+        strip, run = rules
+        out: list[Member] = []
+        names: dict[bytes, str] = {}
+        pos = at + 1
+        while True:
+            before = len(out)
+            for match in islice(iter(_MEMBER.scanner(raw, pos).match, None), self._left):  # type: ignore[attr-defined]
+                name = match[1]
+                key = names.get(name)
+                if key is None:
+                    key = names[name] = name.decode("utf-8", "surrogatepass")
+                value, end = match.span(2)
+                start = match.start(1) - 1
+                pos = match.end()
+                if value == end or key in strip:
+                    break
+                out.append(Member(key, start, value, end))
+            else:
+                self._spend(len(out) - before + 1)
+                match = _KEY.match(raw, pos)
+                if match is None:
+                    # No key here, so this is the closing brace.
+                    return out, raw.index(b"}", pos) + 1
+                key = _decode_key(match[1])
+                start = match.start(1) - 1
+                value = end = match.end()
+            self._spend(len(out) - before + 1)
+            if key in strip and run is not None:
+                # In windows, so that the work of one match is bounded and paid for.
+                found = run.match(raw, start, start + _WINDOW)
+                end = found.end() if found is not None else self._value_end(value, key, hint)
+                self._spend(sum(raw.count(token, start, end) for token in (b'"', b"[", b"{")) >> 3)
+                out.append(Member(STRIPPED, start, start, end))
+            else:
+                if value == end:
+                    end = self._value_end(value, key, hint)
+                out.append(Member(key, start, value, end))
+            pos = _SEPARATOR.match(raw, end).end()  # type: ignore[union-attr]
+
+    def elements(self, at: int) -> list[tuple[int, int]]:
+        """Offsets of the elements of the array whose `[` is at `at`."""
+        raw = self.raw
+        out = []
+        pos = _SPACE.match(raw, at + 1).end()  # type: ignore[union-attr]
+        while raw[pos] != 0x5D:
+            self._spend(1)
+            end = self.value_end(pos)
+            out.append((pos, end))
+            pos = _SEPARATOR.match(raw, end).end()  # type: ignore[union-attr]
+        return out
+
+    def first_element(self, at: int) -> int | None:
+        """Offset of the first element of the array whose `[` is at `at`, or None."""
+        pos = _SPACE.match(self.raw, at + 1).end()  # type: ignore[union-attr]
+        return None if self.raw[pos] == 0x5D else pos
+
+    def has_next(self, end: int) -> bool:
+        """Whether another element or member follows the one that ends at `end`."""
+        return self.raw[_SPACE.match(self.raw, end).end()] == 0x2C  # type: ignore[union-attr]
+
+    def container(self, pos: int) -> int:
+        """Offset of the next `[`, `{` or, at the end of the array that `pos` is inside of, its `]`."""
+        raw = self.raw
+        while True:
+            pos = self._gap(pos)
+            if raw[pos] != 0x22:
+                return pos
+            pos = string_end(raw, pos)
+
+    def _gap(self, pos: int) -> int:
+        """Offset of the next bracket or string that is not small, behind small strings and scalars."""
+        end = _GAP.match(self.raw, pos).end()  # type: ignore[union-attr]
+        self._spend(1 if end - pos < 1024 else 1 + (self.raw.count(b'"', pos, end) >> 5))
+        return end
+
+    def value_end(self, at: int) -> int:
+        """Offset behind the value that starts at `at`."""
+        byte = self.raw[at]
+        if byte == 0x22:
+            return string_end(self.raw, at)
+        if byte in b"[{":
+            return self._container_end(at)
+        return _SCALAR.match(self.raw, at).end()  # type: ignore[union-attr]
+
+    def _value_end(self, at: int, key: str, hint: Hint) -> int:
+        if self.raw[at] in b"[{":
+            known = hint(key)
+            # Two containers of which one is a prefix of the other are the same, so equal bytes prove the end.
+            if known is not None and (size := memoryview(known).nbytes) and self.raw.startswith(known, at):
+                return at + size
+        return self.value_end(at)
+
+    def _container_end(self, at: int) -> int:
+        raw = self.raw
+        match = _SMALL.match(raw, at, at + 4096)
+        if match is not None:
+            return match.end()
+        depth = 0
+        pos = at
+        while True:
+            byte = raw[pos]
+            if byte == 0x22:
+                pos = string_end(raw, pos)
+            elif byte in b"[{":
+                match = _SMALL.match(raw, pos, pos + 1024) if depth else None
+                if match is not None:
+                    pos = match.end()
+                else:
+                    depth += 1
+                    pos += 1
+            else:
+                depth -= 1
+                pos += 1
+                if not depth:
+                    return pos
+            pos = self._gap(pos)
+
+
+def _decode_key(raw: bytes) -> str:
+    key: str = json.loads(b'"' + raw + b'"')
+    return key
+
+
+def string_end(raw: bytes, at: int) -> int:
+    """Offset behind the string whose opening quote is at `at`."""
+    pos = at + 1
+    for _ in range(_SLOW_ESCAPES):
+        quote = raw.index(b'"', pos)
+        if raw[quote - 1] != 0x5C:
+            return quote + 1
+        # Backslashes before this quote, none of which belongs to an earlier one: `pos` is behind an escaped quote.
+        run = quote - pos - len(raw[pos:quote].rstrip(b"\\"))
+        if not run & 1:
+            return quote + 1
+        pos = quote + 1
+    return _STRING_TAIL.match(raw, pos).end()  # type: ignore[union-attr]
+
+
+def string(raw: bytes, start: int, end: int) -> str:
+    """The string at these offsets (its quotes included), decoded as `json.loads` decodes it."""
+    text = raw[start:end]
+    if b"\\" in text:
+        return _decode_key(text[1:-1])
+    return text[1:-1].decode("utf-8", "surrogatepass")
+
+
+def members(raw: bytes, at: int = 0) -> list[Member]:
+    """Members of the object whose `{` is at or, behind white space, after `at`: all copies, in order."""
+    return Scanner(raw).members(_SPACE.match(raw, at).end())[0]  # type: ignore[union-attr]
+
+
+def elements(raw: bytes, at: int = 0) -> list[tuple[int, int]]:
+    """Offsets of the elements of the array whose `[` is at or, behind white space, after `at`."""
+    return Scanner(raw).elements(_SPACE.match(raw, at).end())  # type: ignore[union-attr]
