@@ -27,15 +27,15 @@ def one_fault(**values: Any) -> tuple[str, str]:
 
 
 def test_one_models_settings_may_stand_at_top_level() -> None:
-    flat = GatewaySettings(encode=A, combined=[B, {"url": C, "weight": 2}], name="m")  # type: ignore[call-arg]
-    nested = GatewaySettings(models=[{"encode": A, "combined": [B, {"url": C, "weight": 2}], "name": "m"}])  # type: ignore[list-item]
+    flat = GatewaySettings(encode=A, combined=[B, {"url": C, "weight": 2}], name="m")
+    nested = GatewaySettings(models=[{"encode": A, "combined": [B, {"url": C, "weight": 2}], "name": "m"}])
     assert flat == nested
     assert [e.url for e in flat.models[0].combined] == [B, C]
 
 
 @pytest.mark.parametrize("text", ["disable", "none", "NONE", ""])
 def test_the_reference_proxys_words_mean_no_pool(text: str) -> None:
-    assert GatewaySettings(decode=A, prefill=text).models[0].prefill == ()  # type: ignore[call-arg]
+    assert GatewaySettings(decode=A, prefill=text).models[0].prefill == ()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
     [("HTTP://Host:80/", "http://host:80"), ("https://[::1]:443", "https://[::1]:443"), ("http://h", "http://h")],
 )
 def test_engine_urls_have_one_spelling(given: str, kept: str) -> None:
-    assert GatewaySettings(combined=given).models[0].combined[0].url == kept  # type: ignore[call-arg]
+    assert GatewaySettings(combined=given).models[0].combined[0].url == kept
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_engine_urls_have_one_spelling(given: str, kept: str) -> None:
     [("64MiB", 64 << 20), ("1 gib", 1 << 30), ("10kB", 10_000), ("7", 7), (7, 7), ("512 KiB", 512 << 10), ("3b", 3)],
 )
 def test_sizes_may_have_units(text: Any, size: int) -> None:
-    assert GatewaySettings(combined=A, limits={"bytes": text}).limits.bytes == size  # type: ignore[call-arg, arg-type]
+    assert GatewaySettings(combined=A, limits={"bytes": text}).limits.bytes == size
 
 
 def test_the_contracts_defaults() -> None:
-    settings = GatewaySettings(combined=A)  # type: ignore[call-arg]
+    settings = GatewaySettings(combined=A)
     deadlines = settings.deadlines
     assert (deadlines.connect, deadlines.encode, deadlines.prefill) == (2, 30, 60)
     assert (deadlines.first_byte, deadlines.stream_idle, deadlines.total) == (120, 120, None)
@@ -140,7 +140,7 @@ def test_the_contracts_defaults() -> None:
 def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nabc\n\n  def  \nabc\n")
-    settings = GatewaySettings(combined=A, api_keys=["ghi", "abc"], api_keys_file=file)  # type: ignore[call-arg, list-item]
+    settings = GatewaySettings(combined=A, api_keys=["ghi", "abc"], api_keys_file=file)
     assert [key.get_secret_value() for key in settings.api_keys] == ["ghi", "abc", "def"]
 
 
@@ -165,7 +165,7 @@ def test_a_missing_key_file_is_refused() -> None:
 def test_engines_are_shown_the_key_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("sk-1\n")
-    key = GatewaySettings(combined=A, engine_api_key_file=file).models[0].engine_api_key  # type: ignore[call-arg]
+    key = GatewaySettings(combined=A, engine_api_key_file=file).models[0].engine_api_key
     assert key is not None
     assert key.get_secret_value() == "sk-1"
     assert "another key" in one_fault(combined=A, engine_api_key_file=file, engine_api_key="sk-2")[1]
@@ -174,10 +174,10 @@ def test_engines_are_shown_the_key_of_a_file(tmp_path: Path) -> None:
 
 
 def test_no_representation_and_no_error_shows_a_key() -> None:
-    settings = GatewaySettings(combined=A, api_keys=["hunter2"], engine_api_key="hunter2")  # type: ignore[call-arg, list-item]
+    settings = GatewaySettings(combined=A, api_keys=["hunter2"], engine_api_key="hunter2")
     assert "hunter2" not in repr(settings) + str(settings) + str(settings.model_dump()) + settings.model_dump_json()
     with pytest.raises(ValidationError) as caught:
-        GatewaySettings(models=[{"encode": A, "engine_api_key": "hunter2"}], api_keyz="hunter2")  # type: ignore[call-arg, list-item]
+        GatewaySettings(models=[{"encode": A, "engine_api_key": "hunter2"}], api_keyz="hunter2")
     assert "hunter2" not in str(caught.value)
 
 
@@ -192,15 +192,15 @@ def test_tls_files_are_tried(tmp_path: Path) -> None:
         pairs.append((certificate, key))
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     good = {"certificate": pairs[0][0], "key": pairs[0][1]}
-    settings = GatewaySettings(combined=A, tls=good, engine_tls={"ca": tmp_path / "ca.pem"})  # type: ignore[call-arg, arg-type]
+    settings = GatewaySettings(combined=A, tls=good, engine_tls={"ca": tmp_path / "ca.pem"})
     assert settings.tls is not None
     assert "is not the key of" in one_fault(combined=A, tls={**good, "key": pairs[1][1]})[1]
 
 
 def test_settings_cannot_be_changed() -> None:
-    settings = GatewaySettings(combined=A)  # type: ignore[call-arg]
+    settings = GatewaySettings(combined=A)
     with pytest.raises(ValidationError, match="frozen"):
-        settings.limits.items = 3  # type: ignore[misc]
+        settings.limits.items = 3
 
 
 @pytest.mark.parametrize(

@@ -178,12 +178,8 @@ def _from_file(layer: _Layer, problems: list[Problem], config: str | None, envir
     if not Path(path).is_file():
         raise SettingsError([Problem(by, "config", f"there is no file {path}")])
     document = yamlfile.read(Path(path))
-    from_document(layer, problems, document, path)
-
-
-def from_document(layer: _Layer, problems: list[Problem], document: yamlfile.Document, name: str) -> None:
     layer.values = document.value
-    layer.origins = {loc: Origin(f"{name}:{line}", dotted(loc)) for loc, line in document.lines.items() if loc}
+    layer.origins = {loc: Origin(f"{path}:{line}", dotted(loc)) for loc, line in document.lines.items() if loc}
     for key, value in list(layer.values.items()):
         declared = GatewaySettings.model_fields.get(key)
         # A section of which every line is commented out.
@@ -249,7 +245,8 @@ def _from_environ(layer: _Layer, problems: list[Problem], environ: Mapping[str, 
         elif name in ("TRIPTYCH_HOST", "TRIPTYCH_PORT") and "://" not in environ[name]:
             problems.append(Problem(name, "", "no such setting; `TRIPTYCH_LISTEN` takes HOST:PORT"))
         elif not _KUBERNETES.match(f"{name}={environ[name]}"):
-            problems.append(Problem(name, "", f"no such setting{did_you_mean(name, (*variables, CONFIG))}"))
+            near = did_you_mean(name.removeprefix(PREFIX), (v.removeprefix(PREFIX) for v in (*variables, CONFIG)))
+            problems.append(Problem(name, "", f"no such setting{re.sub('`(?=[A-Z])', f'`{PREFIX}', near)}"))
 
 
 def variable(loc: Loc) -> str:
