@@ -110,6 +110,7 @@ class Log:
         if not self._access:
             return
         t = timeline
+        method = clean(method)
         path = clean(path)
         model = clean(t.model)
         first = None if t.first is None else round((t.first - t.began) * 1e3, 1)
@@ -120,7 +121,7 @@ class Log:
                 "info",
                 "request",
                 t.id,
-                clean(method),
+                method,
                 path,
                 peer,
                 t.status,
@@ -136,14 +137,11 @@ class Log:
             )
             self._later(_encode(record))
             return
-        line = f"{self._now()} INFO    {clean(method)} {path} {t.status} {ms}ms id={t.id} client={peer}"
-        if t.plan:
-            line += f" plan={t.plan} legs={len(t.legs)}"
-        if model:
-            line += f" model={_quoted(model)}"
-        if first is not None:
-            line += f" first={first}ms"
-        line += f" in={t.bytes_in} out={t.bytes_out}"
+        line = (
+            f"{self._now()} INFO    {method} {path} {t.status} {ms}ms id={t.id} client={peer} plan={t.plan or '-'} "
+            f"legs={len(t.legs)} model={_quoted(model) if model else '-'} first={'-' if first is None else first} "
+            f"in={t.bytes_in} out={t.bytes_out}"
+        )
         if t.reasons:
             line += f" reasons={','.join(t.reasons)}"
         if t.error:

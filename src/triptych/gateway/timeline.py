@@ -60,6 +60,10 @@ class LegTiming:
         """The engine's response head is there."""
         self.first = _now()
 
+    def received(self, nbytes: int) -> None:
+        """Bytes of the answer's body came."""
+        self.bytes_in += nbytes
+
     def end(self, status: str) -> None:
         """The leg is over; the first word on how it ended stays."""
         if self.ended is None:
