@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from triptych.config.problems import Loc, Origin, SettingsError, from_pydantic, names
 from triptych.config.values import host_port
-from triptych.launch.plan import GATEWAY, Front, Plan, ProcessSpec, gateway_config
+from triptych.launch.plan import GATEWAY, Front, Plan, ProcessSpec, gateway_config, needs, plan
+from triptych.launch.ports import Reservations
+from triptych.launch.site import Site
 
 if TYPE_CHECKING:
     from triptych.launch.topology import Topology
@@ -37,26 +43,78 @@ def gateway_front(topology: Topology) -> Front | None:
         nowhere = f"{topology.name}: gateway"
         raise SettingsError(from_pydantic(error, GatewaySettings, origins, nowhere=nowhere, known=known)) from None
     host, port = host_port(settings.listen)
-    return Front(host, port, settings.tls is not None, settings.deadlines.drain)
+    admin = None if settings.admin == "off" else host_port(settings.admin)
+    return Front(host, port, settings.tls is not None, settings.deadlines.drain, admin)
 
 
-def graph(topology: Topology, plan: Plan) -> Iterator[str]:
+def missing(topology: Topology) -> str | None:
+    """What is not installed here that the topology needs, with what to do; None for nothing."""
+    if topology.engine == "sim":
+        return None
+    from triptych.engine.check import nixl_problem, vllm_problem  # noqa: PLC0415 - not for simulated engines
+
+    problem = vllm_problem()
+    # With a PYTHONPATH of its own the engines may find what this process does not.
+    if problem is None and topology.engines.prefill and topology.kv.connector == "nixl" and not topology.env:
+        return nixl_problem()
+    return problem
+
+
+def has_accelerator() -> bool:
+    """Whether this machine shows a GPU that vLLM could use (NVIDIA, AMD)."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def model_argument(topology: Topology, *, write: bool) -> str:
+    """What engines get as their model. A tiny one is put into the user's cache, if `write` and it is not there yet."""
+    if topology.engine == "sim":
+        return topology.served_name
+    if topology.model.tiny:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = cache / "triptych" / "models" / topology.model.tiny
+        if write:
+            from triptych.models.tiny import write_tiny  # noqa: PLC0415 - only who asks for a recipe needs them
+
+            write_tiny(topology.model.tiny, directory)
+        return str(directory)
+    return str(topology.model_directory or topology.model.path)
+
+
+def dry_plan(topology: Topology) -> Plan:
+    """The plan of a topology on this machine, with ports that are free now and directories that are not made."""
+    front = gateway_front(topology)
+    wanted = needs(topology, front)
+    with Reservations() as reserved:
+        # A fixed port that is in use now may be free when the topology is started.
+        ports = {(need.process, need.label): need.port for need in wanted if need.port}
+        ports |= reserved.take(need for need in wanted if not need.port)
+    run = Path("RUN_DIRECTORY")
+    site = Site(ports, sys.executable, model_argument(topology, write=False), run, run, has_accelerator())
+    return plan(topology, site, front)
+
+
+def shown_config(made: Plan) -> str:
+    """The gateway's configuration without the values of keys."""
+    return json.dumps({k: "***" if "key" in k else v for k, v in (made.gateway_config or {}).items()}, indent=1)
+
+
+def graph(topology: Topology, made: Plan) -> Iterator[str]:
     """The processes and what goes between them, a line each."""
     roles: dict[str, list[ProcessSpec]] = {}
-    for spec in plan.processes:
+    for spec in made.processes:
         if spec.role != GATEWAY:
             roles.setdefault(spec.role, []).append(spec)
     count = sum(map(len, roles.values()))
     kind = "simulated" if topology.engine == "sim" else "vLLM"
     yield f"model {topology.served_name}: {count} {kind} engine{'s' if count > 1 else ''}"
     yield ""
-    if plan.gateway_url:
-        yield f"  clients -> gateway {plan.gateway_url}"
+    if made.gateway_url:
+        yield f"  clients -> gateway {made.gateway_url}"
     for number, (role, specs) in enumerate(roles.items(), 1):
-        branch = ("`-" if number == len(roles) else "|-") + " " if plan.gateway_url else ""
+        branch = ("`-" if number == len(roles) else "|-") + " " if made.gateway_url else ""
         yield f"             {branch}{role} x {len(specs)}: " + ", ".join(spec.url for spec in specs)
     yield ""
-    for edge in plan.edges:
+    for edge in made.edges:
         if edge.source != GATEWAY:
             yield f"  {edge.source} -> {edge.target}: {edge.what}"
 

@@ -17,6 +17,7 @@ from triptych.launch.site import HTTP, SIDE, Site, replicas
 from triptych.launch.topology import OWNED_GATEWAY, Topology
 
 GATEWAY = "gateway"
+ADMIN = "admin"
 # From SIGTERM to SIGKILL for the gateway: its own drain deadline, and a little for closing.
 DRAIN_MARGIN = 5.0
 GATEWAY_START = 60.0
@@ -45,12 +46,14 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """How the gateway listens. `port` 0: any; the one taken is in `Site.ports`. `drain`: seconds."""
+    """How the gateway listens. Ports of 0: any; the one taken is in `Site.ports`. `drain`: seconds."""
 
     host: str
     port: int
     tls: bool
     drain: float
+    admin: tuple[str, int] | None
+    """host and port of the admin listener"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,13 @@ class Plan:
     gateway_file: Path | None
 
 
-def needs(topology: Topology) -> list[Need]:
-    """The ports that a topology needs, the gateway's excepted."""
+def needs(topology: Topology, front: Front | None) -> list[Need]:
+    """The ports that a topology needs."""
     found: list[Need] = []
+    if front is not None:
+        found.append(Need(GATEWAY, HTTP, front.host, front.port or None))
+        if front.admin and front.admin[1]:
+            found.append(Need(GATEWAY, ADMIN, *front.admin))
     for engine in replicas(topology):
         group, host = engine.group, topology.host
         http = group.fixed_ports(group.ports)

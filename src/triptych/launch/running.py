@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.launch.check import gateway_front
+from triptych.launch.check import gateway_front, has_accelerator, missing, model_argument
 from triptych.launch.events import Event
 from triptych.launch.plan import GATEWAY, Plan, needs, plan
-from triptych.launch.ports import Need, Reservations
+from triptych.launch.ports import Reservations
 from triptych.launch.rundir import RunDirectory, disk_base, memory_base
-from triptych.launch.site import HTTP, Site
+from triptych.launch.site import Site
 from triptych.launch.supervisor import Policy, Process, Status, Supervisor
 from triptych.launch.topology import Topology
 
@@ -58,6 +58,10 @@ class EngineHandle:
         return self._process.status()
 
 
+class NotInstalled(Exception):
+    """What a topology needs is not installed here. The message says what to do."""
+
+
 class Running:
     """A started topology."""
 
@@ -84,21 +88,20 @@ async def launch(
     """Starts a topology, yields once all of it is ready, and stops it at the end.
 
     `prepared` is called with the `Running` before anything is started; `listener` gets every event.
-    Raises SettingsError (gateway settings that do not validate), PortError, StartError, OSError; nothing is left
-    running or reserved then.
+    Raises SettingsError (gateway settings that do not validate), NotInstalled, PortError, StartError, OSError; nothing
+    is left running or reserved then.
     """
+    if problem := missing(topology):
+        raise NotInstalled(problem)
     with contextlib.ExitStack() as stack:
         front = gateway_front(topology)
         reserved = stack.enter_context(Reservations())
-        wanted = needs(topology)
-        if front is not None:
-            wanted.append(Need(GATEWAY, HTTP, front.host, front.port or None))
-        ports = reserved.take(wanted)
+        ports = reserved.take(needs(topology, front))
         disk = stack.enter_context(RunDirectory(disk_base())).path
         memory = disk
         if topology.engines.encode and topology.ec.connector == "triptych" and not topology.ec.path:
             memory = stack.enter_context(RunDirectory(memory_base(MEMORY_NEED))).path
-        site = Site(ports, sys.executable, materialise(topology), disk, memory, has_accelerator())
+        site = Site(ports, sys.executable, model_argument(topology, write=True), disk, memory, has_accelerator())
         made = plan(topology, site, front)
         for directory in (disk / "kv", disk / "ec", memory / "ec"):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -119,23 +122,6 @@ async def launch(
             yield running
         finally:
             await supervisor.stop()
-
-
-def materialise(topology: Topology) -> str:
-    """What engines get as their model. A tiny one is written to the user's cache if it is not there yet."""
-    if topology.engine == "sim":
-        return topology.served_name
-    if topology.model.tiny:
-        from triptych.models.tiny import write_tiny  # noqa: PLC0415 - only who asks for a recipe needs them
-
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return str(write_tiny(topology.model.tiny, cache / "triptych" / "models" / topology.model.tiny))
-    return str(topology.model_directory or topology.model.path)
-
-
-def has_accelerator() -> bool:
-    """Whether this machine shows a GPU that vLLM could use (NVIDIA, AMD)."""
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
 def prepare_logs(topology: Topology, chosen: Path | None = None) -> Path:
