@@ -57,6 +57,15 @@ def top_level_object(answer: bytes, key: str) -> bytes | None:
     return value
 
 
+def entries(raw: bytes) -> dict[str, bytes]:
+    """Decoded keys and raw values of an object; the last copy of a key, as in `json.loads`.
+
+    Raises:
+        AnswerError: it is not one JSON object.
+    """
+    return {member.key: raw[member.value : member.end] for member in _members(raw)}
+
+
 def merge_handles(handles: Iterable[bytes | None]) -> bytes | None:
     """Union of objects keyed by media hash, in item order; None where there is nothing.
 

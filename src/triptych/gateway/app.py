@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from urllib.parse import unquote
+
+import msgspec
 
 import triptych
-from triptych.body import BodyError
+from triptych.body.items import ON_ENDPOINT
+from triptych.body.scan import BodyError
 from triptych.gateway.admission import Admission, Overloaded, Ticket, TooLarge
 from triptych.gateway.endpoints import ENDPOINTS, Endpoint
 from triptych.gateway.engines import Deployment, Fleet, ModelRequired, UnknownModel
 from triptych.gateway.errors import ApiError, EngineRefused
 from triptych.gateway.handover import EcDialect, KvDialect, ec_dialects, kv_dialects
 from triptych.gateway.identity import Keyring, answer_headers, leg_headers, request_id
-from triptych.gateway.intake import Asked, read_json
+from triptych.gateway.intake import Intake
+from triptych.gateway.legs import LegBodies
 from triptych.gateway.logs import Log, exception_fields
 from triptych.gateway.metrics import Metrics
-from triptych.gateway.multipart import relay_form
-from triptych.gateway.plan import choose, route
+from triptych.gateway.multipart import look_for_model
+from triptych.gateway.plan import Route, Shape, choose, route
 from triptych.gateway.relay import Outcome
-from triptych.gateway.run import Run, Tools
+from triptych.gateway.run import Run, Tools, answer
 from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Ring, Timeline
-from triptych.gateway.upstream import LegError
-from triptych.http import Client, Header, Request, ServerSideError
+from triptych.gateway.upstream import Leg, LegError
+from triptych.http.client import Client
+from triptych.http.errors import ServerSideError
+from triptych.http.head import Header
+from triptych.http.request import Request
 
 
 class ConfigurationError(ValueError):
@@ -56,6 +63,8 @@ class Gateway:
         self.keyring = Keyring(settings.api_keys, settings.tenant_header)
         self.tools = Tools(settings, client, self.metrics, log, self.rng)
         self._dialects = {d: _dialects(d) for d in self.fleet.deployments}
+        owned = frozenset().union(*(d.kv.owned for d in self._dialects.values()))
+        self.intake = Intake.of(settings.open, settings.limits.items, owned)
         self.draining = False
 
     # -- one request
@@ -106,8 +115,8 @@ class Gateway:
             async with asyncio.timeout(total):
                 return await self._admitted(request, endpoint, timeline)
         except TimeoutError:
-            running = ", ".join(f"{leg.name} ({leg.engine})" for leg in timeline.legs if leg.status in ("", "cancelled"))
-            message = f"the request took longer than {total:g} s; it waited for {running or 'the client'}"
+            waited = [f"{leg.name} ({leg.engine})" for leg in timeline.legs if leg.status in ("", "cancelled")]
+            message = f"the request took longer than {total:g} s; it waited for {', '.join(waited) or 'the client'}"
             raise ApiError(504, message, reason="total") from None
 
     async def _admitted(self, request: Request, endpoint: Endpoint, timeline: Timeline) -> Outcome:
@@ -120,7 +129,7 @@ class Gateway:
         try:
             timeline.admit()
             if endpoint.body == "multipart":
-                return await relay_form(self, request, endpoint, timeline, ticket)
+                return await self._form(request, endpoint, timeline, ticket)
             raw = await request.read_body(limits.body_bytes)
             if declared is None:
                 ticket.grow(len(raw))
@@ -132,35 +141,217 @@ class Gateway:
     async def _run(
         self, request: Request, endpoint: Endpoint, timeline: Timeline, raw: bytes, tenant: bytes
     ) -> Outcome:
-        asked = read_json(raw, endpoint, self.settings.open, self.settings.limits.items)
+        asked = self.intake.read(raw, endpoint)
         deployment = self.fleet.resolve(asked.body.model)
         timeline.model = deployment.label
         dialects = self._dialects[deployment]
-        asked.body.refuse_duplicates(dialects.kv.owned)
-        chosen = route(asked.shape, deployment.pools, deployment.settings)
-        plan = choose(chosen, deployment, asked.shape.items)
-        timeline.plan = plan.name
-        for reason in chosen.degraded:
-            timeline.reason(reason)
-            self.metrics.degraded(reason)
-        engine_key = deployment.settings.engine_api_key
+        stages = self._route(asked.shape, deployment, timeline)
+        bodies = LegBodies(
+            endpoint,
+            asked.body,
+            asked.media,
+            deployment.settings,
+            tenant,
+            encode=stages.encode,
+            keep_uuids="uuid" in self.settings.open,
+        )
+        self.metrics.uuids("removed", bodies.removed)
+        self.metrics.uuids("replaced", bodies.replaced)
+        self.metrics.stripped("handles", asked.body.stripped)
         run = Run(
             tools=self.tools,
             request=request,
             request_id=timeline.id,
             endpoint=endpoint,
             deployment=deployment,
-            plan=plan,
-            bodies=asked.leg_bodies(plan, deployment.settings, tenant, self.metrics),
+            plan=choose(stages, deployment, bodies.count),
+            bodies=bodies,
             ec=dialects.ec,
             kv=dialects.kv,
             timeline=timeline,
-            headers=leg_headers(
-                request.headers,
-                engine_key=engine_key.get_secret_value() if engine_key else None,
-                checks_keys=self.keyring.checks,
-                pass_rank="data_parallel_rank" in self.settings.open,
-            ),
+            headers=self._leg_headers(request, deployment),
             own_headers=_own_headers(timeline),
         )
         return await run.go()
+
+    def _route(self, shape: Shape, deployment: Deployment, timeline: Timeline) -> Route:
+        stages = route(shape, deployment.pools, deployment.settings)
+        timeline.plan = stages.name
+        for reason in stages.degraded:
+            timeline.reason(reason)
+            self.metrics.degraded(reason)
+        return stages
+
+    def _leg_headers(self, request: Request, deployment: Deployment) -> list[Header]:
+        key = deployment.settings.engine_api_key
+        return leg_headers(
+            request.headers,
+            engine_key=key.get_secret_value() if key else None,
+            checks_keys=self.keyring.checks,
+            pass_rank="data_parallel_rank" in self.settings.open,
+        )
+
+    async def _form(self, request: Request, endpoint: Endpoint, timeline: Timeline, ticket: Ticket) -> Outcome:
+        """A multipart upload, streamed through on a plain plan."""
+        limit = self.settings.limits.body_bytes
+        several = len(self.fleet.deployments) > 1
+        model, chunks = await look_for_model(request, limit, must_find=several)
+        deployment = self.fleet.resolve(model)
+        timeline.model = deployment.label
+        encoders = bool(deployment.encode.engines)
+        shape = Shape(generates=False, unplanned=(ON_ENDPOINT,) if encoders else ())
+        stages = self._route(shape, deployment, timeline)
+        engine = choose(stages, deployment, 0).final
+        grows = request.content_length is None
+
+        async def counted() -> AsyncIterator[bytes]:
+            async for data in chunks:
+                timeline.bytes_in += len(data)
+                if grows:
+                    ticket.grow(len(data))
+                yield data
+
+        own = (b"x-request-id", f"{timeline.id}-decode".encode())
+        leg = Leg(
+            name=engine.role,
+            role=engine.role,
+            pool=deployment.pools[engine.role],
+            lease=engine.lease(),
+            target=request.target,
+            headers=[*self._leg_headers(request, deployment), own],
+            body=counted(),
+            timing=timeline.leg("decode", engine.role, engine.url),
+            content_length=request.content_length,
+        )
+        try:
+            return await answer(self.tools, request, endpoint, deployment, timeline, leg, _own_headers(timeline))
+        finally:
+            leg.end(self.metrics)
+
+    # -- everything that is not a leg
+
+    async def _other(self, request: Request, endpoint: Endpoint | None) -> None:
+        """Health, models, version; and what is not there."""
+        timeline = Timeline(request_id(request.headers))
+        status = 499
+        try:
+            reply = self._look_up(request, endpoint)
+            status = reply.status
+            head = [(b"content-type", b"application/json"), *reply.headers, *_own_headers(timeline)]
+            await request.respond(reply.status, head, reply.body)
+        except ApiError as error:
+            status = error.status
+            timeline.error = error.reason
+            await self._refuse(request, None, timeline, error)
+        finally:
+            timeline.bytes_out = request.bytes_sent
+            timeline.end(status)
+            self.log.access(timeline, request.method, request.path, request.peer)
+
+    def _look_up(self, request: Request, endpoint: Endpoint | None) -> _Reply:
+        path = request.path
+        if endpoint is not None:
+            raise ApiError(405, f"{path} takes POST", reason="method", headers=((b"allow", b"POST"),))
+        if path not in _GETS and not path.startswith("/v1/models/"):
+            known = ", ".join(sorted({*ENDPOINTS, *_GETS}))
+            raise ApiError(404, f"there is no {path[:200]!r} here; there are {known}", reason="path")
+        if request.method not in ("GET", "HEAD"):
+            raise ApiError(405, f"{path[:200]} takes GET", reason="method", headers=((b"allow", b"GET, HEAD"),))
+        if path == "/health":
+            return _Reply(200, b"{}")
+        if path == "/version":
+            return _Reply(200, msgspec.json.encode({"version": triptych.__version__}))
+        if path == "/readyz":
+            return self._readiness()
+        self.keyring.tenant(request.headers, "other")
+        cards = {card["id"]: card for deployment in self.fleet.deployments for card in model_cards(deployment)}
+        if path == "/v1/models":
+            return _Reply(200, msgspec.json.encode({"object": "list", "data": list(cards.values())}))
+        name = unquote(path.removeprefix("/v1/models/"))
+        if name not in cards:
+            raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model", reason="unknown_model")
+        return _Reply(200, msgspec.json.encode(cards[name]))
+
+    def _readiness(self) -> _Reply:
+        """Ready once every engine was probed and every model can be answered; not any more while draining."""
+        missing = [d.label for d in self.fleet.deployments if not can_serve(d)]
+        if self.draining:
+            state = "draining"
+        elif not self.fleet.probed:
+            state = "probing"
+        elif missing:
+            state = "no engine for " + ", ".join(missing)
+        else:
+            return _Reply(200, b'{"status":"ready"}')
+        return _Reply(503, msgspec.json.encode({"status": state}), ((b"retry-after", b"1"),))
+
+    async def _refuse(self, request: Request, endpoint: Endpoint | None, timeline: Timeline, error: ApiError) -> None:
+        """Tell the client of an error, as far as it can still be told."""
+        if error.status < 500 and not timeline.legs:
+            self.metrics.refused(error.reason)
+        if request.started:
+            request.abort()
+            return
+        api = endpoint.api if endpoint is not None else "other"
+        await request.respond(error.status, [*error.head(), *_own_headers(timeline)], error.body(api))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    status: int
+    body: bytes
+    headers: tuple[Header, ...] = ()
+
+
+_GETS = ("/health", "/readyz", "/version", "/v1/models")
+
+
+def model_cards(deployment: Deployment) -> list[dict[str, object]]:
+    """The deployment's models as `/v1/models` lists them: what engines told of each, else the bare name."""
+    return [{"id": name, "object": "model", "owned_by": "triptych"} for name in sorted(deployment.names)]
+
+
+def can_serve(deployment: Deployment) -> bool:
+    """Whether a plain text request could be answered now."""
+    try:
+        route(Shape(), deployment.pools, deployment.settings)
+    except ApiError:
+        return False
+    return True
+
+
+def _dialects(deployment: Deployment) -> Dialects:
+    """The deployment's dialects. Raises ConfigurationError naming those that there are."""
+    settings = deployment.settings
+    ec, kv = ec_dialects(), kv_dialects()
+    if settings.ec not in ec:
+        raise ConfigurationError(f"ec: there is no dialect {settings.ec!r}; there are {', '.join(sorted(ec))}")
+    if settings.kv not in kv:
+        raise ConfigurationError(f"kv: there is no dialect {settings.kv!r}; there are {', '.join(sorted(kv))}")
+    return Dialects(ec[settings.ec], kv[settings.kv])
+
+
+def _own_headers(timeline: Timeline) -> list[Header]:
+    return [(b"x-request-id", timeline.id.encode("ascii"))]
+
+
+def _api_error(error: Exception) -> ApiError:
+    """What the client is told of anything that may end a request."""
+    match error:
+        case ApiError():
+            return error
+        case LegError():
+            return error.api_error()
+        case BodyError():
+            return ApiError(error.status, str(error), param=error.param, reason="bad_body")
+        case Overloaded():
+            return ApiError(429, str(error), retry_after=error.retry_after, reason=error.reason)
+        case TooLarge():
+            return ApiError(413, str(error), reason="body_size")
+        case ModelRequired():
+            return ApiError(400, str(error), param="model", reason="model_required")
+        case UnknownModel():
+            return ApiError(404, str(error), param="model", reason="unknown_model")
+        case ServerSideError():
+            return ApiError(error.status, error.message, reason="request")
+    raise error

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from triptych.body import BodyError, handle_entries
+from triptych.body.answer import AnswerError, top_level_object
 from triptych.gateway.engines import Lease, Pool
 from triptych.gateway.errors import EngineRefused
 from triptych.gateway.logs import Log
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.settings import ENCODE_ANSWER_BYTES
 from triptych.gateway.upstream import Leg, LegError, LegStatus, call_leg
-from triptych.http import Client
-
-Handles = Mapping[str, bytes]
+from triptych.http.client import Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ class EncodeStage:
     gateway_key: bool
     request_id: str
 
-    async def run(self, count: int, make_leg: Callable[[int, Lease], Leg]) -> list[Handles | None]:
-        """Run `count` legs; per item what its encoder handed over: media hash to raw JSON, None for nothing.
+    async def run(self, count: int, make_leg: Callable[[int, Lease], Leg]) -> list[bytes | None]:
+        """Run `count` legs; per item the object that its encoder handed over, None for nothing.
 
         Raises LegError or EngineRefused under the strict policy only. Cancelling it closes every leg.
         """
@@ -46,7 +44,7 @@ class EncodeStage:
             return [await self._leg(0, make_leg)]
         slots = asyncio.Semaphore(self.parallel)
 
-        async def bounded(item: int) -> Handles | None:
+        async def bounded(item: int) -> bytes | None:
             async with slots:
                 return await self._leg(item, make_leg)
 
@@ -57,7 +55,7 @@ class EncodeStage:
             raise _first(failures) from None
         return [task.result() for task in tasks]
 
-    async def _leg(self, item: int, make_leg: Callable[[int, Lease], Leg]) -> Handles | None:
+    async def _leg(self, item: int, make_leg: Callable[[int, Lease], Leg]) -> bytes | None:
         """One leg, from taking an encoder's place to its account."""
         status: LegStatus = "cancelled"
         started = time.monotonic()
@@ -94,15 +92,15 @@ class EncodeStage:
             raise LegError(f"enc{item}", "connect_error", "no healthy encode engine", http_status=503)
         return lease
 
-    async def _handles(self, leg: Leg, deadline: float) -> Handles | None:
+    async def _handles(self, leg: Leg, deadline: float) -> bytes | None:
         answer = await call_leg(self.client, leg, deadline, ENCODE_ANSWER_BYTES, self.metrics)
         if answer.status != 200:
             if 400 <= answer.status < 500 and not (answer.status in (401, 403) and self.gateway_key):
                 raise EngineRefused(leg.name, answer.status, answer.headers, answer.body)
             raise LegError(leg.name, "http_error", f"{leg} answered {answer.status}")
         try:
-            return handle_entries(answer.body)
-        except BodyError as error:
+            return top_level_object(answer.body, "ec_transfer_params")
+        except AnswerError as error:
             raise LegError(leg.name, "invalid_response", f"{leg}: {error}") from error
 
 
@@ -111,6 +109,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-__all__: Sequence[str] = ("EncodeStage", "Handles")

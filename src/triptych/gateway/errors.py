@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from triptych.gateway.endpoints import Api
-from triptych.http import Header
+from triptych.http.head import Header
 
 _OPENAI_TYPES = {
     400: "BadRequestError",

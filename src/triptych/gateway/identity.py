@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from triptych.gateway.endpoints import Api
 from triptych.gateway.errors import ApiError
-from triptych.http import Header
+from triptych.http.head import Header
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -100,10 +100,7 @@ def leg_headers(
     headers: Sequence[Header], *, engine_key: str | None, checks_keys: bool, pass_rank: bool
 ) -> list[Header]:
     """The client's end-to-end headers that every leg gets; each leg adds its own id to them."""
-    if engine_key is not None or checks_keys:
-        closed = {b"authorization", b"x-api-key"}
-    else:
-        closed = set()
+    closed = {b"authorization", b"x-api-key"} if engine_key is not None or checks_keys else set()
     if not pass_rank:
         closed.add(_RANK)
     drop = HOP_BY_HOP | _SET_PER_LEG | closed | _named_by_connection(headers)

@@ -20,14 +20,14 @@ PlanName = Literal["plain", "e_pd", "p_d", "e_p_d"]
 class Shape:
     """What planning needs to know of a request.
 
-    items: distinct media items that an encoder could take. no_hop: why KV hand-over would corrupt this request.
-    unplanned: why its media cannot go to encoders though it has some. hops: whether the endpoint generates at all.
+    items: media items that an encoder could take. generates: whether the endpoint generates at all.
+    no_hop: why KV hand-over would corrupt this request. unplanned: why media of it cannot go to encoders.
     """
 
     items: int = 0
     generates: bool = True
     no_hop: str | None = None
-    unplanned: str | None = None
+    unplanned: tuple[str, ...] = ()
 
 
 class PoolState(Protocol):
@@ -126,8 +126,7 @@ def _encoding(
     encoders = pools["encode"]
     if not encoders.engines:
         return False
-    if shape.unplanned is not None:
-        degraded.append(shape.unplanned)
+    degraded += shape.unplanned
     if not shape.items:
         return False
     if consumer == "decode" and pools["prefill"].engines and not settings.decode_ec_consumer:
@@ -148,14 +147,14 @@ def _need(role: Role, pools: Mapping[Role, PoolState]) -> Role:
     return role
 
 
-def choose(route: Route, deployment: Deployment, items: int) -> Plan:
+def choose(stages: Route, deployment: Deployment, items: int) -> Plan:
     """The engines of a route's legs, the least loaded first.
 
     Raises ApiError 429 where every healthy engine of a pool is at its limit.
     """
-    final = pick(deployment.pools[route.final])
-    prefill = pick(deployment.prefill) if route.prefill else None
-    return Plan(route, items if route.encode else 0, prefill, final)
+    final = pick(deployment.pools[stages.final])
+    prefill = pick(deployment.prefill) if stages.prefill else None
+    return Plan(stages, items if stages.encode else 0, prefill, final)
 
 
 def pick(pool: Pool) -> Engine:

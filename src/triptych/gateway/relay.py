@@ -1,22 +1,28 @@
 """The way back: the answering engine's response to the client.
 
 Rules: contract, "Errors, and what the client sees". The status line waits for the engine's own. A whole answer is
-buffered, so that a cut one is a 502; a stream is relayed event by event, and where it breaks the client is told in band.
+buffered, so that a cut one is a 502; a stream is relayed event by event, and where it breaks the
+client is told in band.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from triptych.body import null_members
+from triptych.body.answer import AnswerError, null_splices
+from triptych.body.edit import apply
 from triptych.gateway.endpoints import Api
 from triptych.gateway.errors import ApiError
 from triptych.gateway.identity import answer_headers
-from triptych.gateway.idle import Idle
 from triptych.gateway.settings import Deadlines, Limits
 from triptych.gateway.timeline import Timeline
-from triptych.gateway.upstream import Leg, LegError, read_answer
-from triptych.http import CutError, EventScanner, EventTooLarge, Header, Request, Response, UpstreamError
+from triptych.gateway.upstream import Leg, LegError, failed, read_answer
+from triptych.http.client import Response
+from triptych.http.errors import CutError, UpstreamError
+from triptych.http.head import Header
+from triptych.http.request import Buffer, Request
+from triptych.http.sse import EventScanner, EventTooLarge
 
 HANDLES = ("ec_transfer_params", "kv_transfer_params")
 
@@ -37,6 +43,7 @@ class Relay:
     api: Api
     leg: Leg
     timeline: Timeline
+    first_token: Callable[[], None]
     own_headers: list[Header]
     deadlines: Deadlines
     limits: Limits
@@ -62,29 +69,26 @@ class Relay:
         return await self._bytes(response)
 
     async def _whole(self, response: Response, *, is_json: bool) -> Outcome:
-        try:
-            async with Idle(self.deadlines.stream_idle):
-                body = await read_answer(self.leg, response, self.limits.answer_bytes)
-        except TimeoutError:
-            raise LegError(self.leg.name, "timeout", self._silent(), http_status=504) from None
-        self.leg.timing.received(len(body))
-        segments = body if self.keep_handles or not is_json or b"_transfer_params" not in body else _nulled(body)
+        body = await read_answer(self.leg, response, self.limits.answer_bytes, self.deadlines.stream_idle)
+        segments: Buffer | Sequence[Buffer] = body
+        if is_json and not self.keep_handles and b"_transfer_params" in body:
+            try:
+                segments = apply(body, null_splices(body, HANDLES))
+            except AnswerError as error:
+                raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from error
         await self.request.respond(response.status, self._head(response), segments)
         return Outcome(response.status, f"http_{response.status}" if response.status >= 400 else None)
 
     async def _bytes(self, response: Response) -> Outcome:
         """Anything else (sound, say) as it comes. A cut one cannot be told of, so the connection is dropped."""
         request = self.request
-        await request.start(response.status, self._head(response), length=response.content_length)
+        await request.start(response.status, self._head(response), length=response.length)
         try:
-            async with Idle(self.deadlines.stream_idle) as idle:
-                async for data in response.chunks():
-                    idle.pause()
-                    await request.send(data)
-                    idle.touch()
-        except (TimeoutError, UpstreamError) as error:
+            async for data in response.chunks(timeout=self.deadlines.stream_idle):
+                await request.send(data)
+        except UpstreamError as error:
             request.abort()
-            return Outcome(response.status, _why(error))
+            return Outcome(response.status, failed(self.leg, error).status)
         await request.finish()
         return Outcome(response.status)
 
@@ -92,54 +96,44 @@ class Relay:
         request = self.request
         scanner = EventScanner(self.limits.event_bytes)
         failure: str | None = None
-        started = False
         try:
-            async with Idle(self.deadlines.stream_idle) as idle:
-                async for data in response.chunks():
-                    events = scanner.feed(data)
-                    if not events:
-                        idle.touch()
-                        continue
-                    idle.pause()
-                    if not started:
-                        started = True
-                        self.timeline.first_token()
-                        await request.start(response.status, self._head(response))
-                    if b"error" in events and _tells_error(events):
-                        failure = "stream_error"
-                    await request.send(events)
-                    idle.touch()
-            if scanner.tail:
+            async for data in response.chunks(timeout=self.deadlines.stream_idle):
+                events = scanner.feed(data)
+                if not events:
+                    continue
+                if not request.started:
+                    await self._begin(response)
+                if b"error" in events and _tells_error(events):
+                    failure = "stream_error"
+                await request.send(events)
+            if scanner.pending:
                 raise CutError(self.leg.engine.origin, "the stream ended inside an event")
-        except TimeoutError:
-            return await self._broken(started, LegError(self.leg.name, "timeout", self._silent(), http_status=504))
         except EventTooLarge:
             message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
-            return await self._broken(started, LegError(self.leg.name, "oversize", message))
+            return await self._broken(LegError(self.leg.name, "oversize", message))
         except UpstreamError as error:
-            return await self._broken(started, LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}"))
-        if not started:
-            await request.start(response.status, self._head(response))
+            return await self._broken(failed(self.leg, error))
+        if not request.started:
+            await self._begin(response)
         await request.finish()
         return Outcome(response.status, failure)
 
-    async def _broken(self, started: bool, error: LegError) -> Outcome:
+    async def _begin(self, response: Response) -> None:
+        self.first_token()
+        await self.request.start(response.status, self._head(response))
+
+    async def _broken(self, error: LegError) -> Outcome:
         """Tell the client in band which leg broke, then close: never an end of ours that looks like a good one."""
-        if not started:
+        request = self.request
+        if not request.started:
             raise error
-        await self.request.send(error.api_error().event(self.api))
-        await self.request.finish(close=True)
+        request.keep_alive = False
+        await request.send(error.api_error().event(self.api))
+        await request.finish()
         return Outcome(200, f"{error.leg}_{error.status}")
 
     def _head(self, response: Response) -> list[Header]:
         return [*answer_headers(response.headers), *self.own_headers, (b"server-timing", self.timeline.server_timing())]
-
-    def _silent(self) -> str:
-        return f"{self.leg} sent nothing for {self.deadlines.stream_idle:g} s"
-
-
-def _why(error: Exception) -> str:
-    return "timeout" if isinstance(error, TimeoutError) else "invalid_response"
 
 
 def _content_type(headers: list[Header]) -> bytes:
@@ -149,11 +143,6 @@ def _content_type(headers: list[Header]) -> bytes:
     return b""
 
 
-def _tells_error(events: bytes | memoryview) -> bool:
+def _tells_error(events: bytes) -> bool:
     """Whether an engine tells an error in its stream: vLLM's `data: {"error": ...}`, or an event of that name."""
-    data = bytes(events)
-    return b'data: {"error"' in data or b"event: error" in data or b"event: response.failed" in data
-
-
-def _nulled(body: bytes) -> list[bytes | memoryview]:
-    return list(null_members(body, HANDLES))
+    return b'data: {"error"' in events or b"event: error" in events or b"event: response.failed" in events

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triptych.body import BodyError, top_level_object
-from triptych.gateway.encode import EncodeStage, Handles
+from triptych.body.answer import AnswerError, top_level_object
+from triptych.gateway.encode import EncodeStage
 from triptych.gateway.endpoints import Endpoint
 from triptych.gateway.engines import Deployment, Engine, Lease
 from triptych.gateway.errors import ApiError, EngineRefused
@@ -25,7 +26,9 @@ from triptych.gateway.relay import Outcome, Relay
 from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Timeline
 from triptych.gateway.upstream import Leg, LegError, call_leg, open_leg
-from triptych.http import Client, Header, Request
+from triptych.http.client import Client
+from triptych.http.head import Header
+from triptych.http.request import Buffer, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +75,14 @@ class Run:
             if plan.items:
                 await self._encode(prefill or final)
             if prefill is None:
-                final.body = self.bodies.final({})
+                final.body = self.bodies.final({}, consumer=True)
                 return await self._answer(final)
             context = KvContext(self.request_id, plan.prefill.settings, plan.final.settings)  # type: ignore[union-attr]
             prefill.body = self.bodies.prefill(self.kv.prefill_members(context))
             if self.kv.at_once:
                 return await self._at_once(prefill, final, context)
             handed = await self._prefill(prefill)
-            final.body = self.bodies.final(self.kv.decode_members(context, handed))
+            final.body = self._decode_body(context, handed)
             return await self._answer(final)
         finally:
             if prefill is not None:
@@ -114,9 +117,12 @@ class Run:
             strict=settings.encode_failure == "strict",
             gateway_key=settings.engine_api_key is not None,
         )
-        handles: list[Handles | None] = await stage.run(self.plan.items, make_leg)
+        handles = await stage.run(self.plan.items, make_leg)
         params = self.ec.consumer_params(context, handles)
         self.bodies.encoded(params, handles)
+        if params is not None:
+            tools.metrics.handles_merged += sum(handed is not None for handed in handles)
+        tools.metrics.parts_rewritten += self.bodies.rewritten
         consumer.pinned = self.ec.pins_consumer
         rank = self.ec.consumer_rank(context)
         if rank is not None:
@@ -137,8 +143,8 @@ class Run:
                     raise EngineRefused(leg.name, answer.status, answer.headers, answer.body)
                 raise LegError(leg.name, "http_error", f"{leg} answered {answer.status}")
             try:
-                handed = top_level_object(answer.body, self.kv.answer_field)
-            except BodyError as error:
+                handed = top_level_object(answer.body, self.kv.answer_field or "")
+            except AnswerError as error:
                 raise LegError(leg.name, "invalid_response", f"{leg}: {error}") from error
         except LegError as error:
             leg.status = error.status
@@ -149,7 +155,7 @@ class Run:
 
     async def _at_once(self, prefill: Leg, final: Leg, context: KvContext) -> Outcome:
         """Both legs together; whichever fails first ends the other."""
-        final.body = self.bodies.final(self.kv.decode_members(context, None))
+        final.body = self._decode_body(context, None)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._prefill(prefill))
@@ -161,31 +167,14 @@ class Run:
             raise error from None
         return outcome
 
+    def _decode_body(self, context: KvContext, handed: bytes | None) -> Sequence[Buffer]:
+        members = self.kv.decode_members(context, handed)
+        return self.bodies.final(members, consumer=self.deployment.settings.decode_ec_consumer)
+
     async def _answer(self, leg: Leg) -> Outcome:
-        """Run the answering leg and relay what it says."""
-        settings = self.tools.settings
-        try:
-            response = await open_leg(self.tools.client, leg, settings.deadlines.first_byte, self.tools.metrics)
-            try:
-                relay = Relay(
-                    self.request,
-                    self.endpoint.api,
-                    leg,
-                    self.timeline,
-                    self.own_headers,
-                    settings.deadlines,
-                    settings.limits,
-                    self._gateway_key,
-                    "answer_handles" in settings.open,
-                )
-                outcome = await relay.run(response)
-            finally:
-                response.close()
-        except LegError as error:
-            leg.status = error.status
-            raise
-        leg.status = "success" if outcome.failure is None else "http_error"
-        return outcome
+        return await answer(
+            self.tools, self.request, self.endpoint, self.deployment, self.timeline, leg, self.own_headers
+        )
 
     @property
     def _gateway_key(self) -> bool:
@@ -204,3 +193,53 @@ class Run:
             body=(),
             timing=self.timeline.leg(name, engine.role, engine.url),
         )
+
+
+async def answer(  # noqa: PLR0917 - one request's whole context
+    tools: Tools,
+    request: Request,
+    endpoint: Endpoint,
+    deployment: Deployment,
+    timeline: Timeline,
+    leg: Leg,
+    own_headers: list[Header],
+) -> Outcome:
+    """Run the answering leg and relay what it says; the caller ends the leg.
+
+    Raises LegError, ApiError while nothing has been sent to the client.
+    """
+    settings, metrics = tools.settings, tools.metrics
+
+    def first_token() -> None:
+        seconds = timeline.first_token()
+        if seconds is not None:
+            metrics.first_token(timeline.plan, seconds, deployment.label)
+
+    try:
+        response = await open_leg(tools.client, leg, settings.deadlines.first_byte, metrics)
+        try:
+            relay = Relay(
+                request,
+                endpoint.api,
+                leg,
+                timeline,
+                first_token,
+                own_headers,
+                settings.deadlines,
+                settings.limits,
+                deployment.settings.engine_api_key is not None,
+                "answer_handles" in settings.open,
+            )
+            outcome = await relay.run(response)
+        finally:
+            response.close()
+    except LegError as error:
+        leg.status = error.status
+        raise
+    if outcome.failure is None:
+        leg.status = "success"
+    else:
+        leg.status = "http_error" if outcome.status >= 400 else "invalid_response"
+        if request.started and outcome.status < 400:
+            metrics.stream_error(leg.role, outcome.failure)
+    return outcome

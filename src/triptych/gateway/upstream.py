@@ -12,20 +12,12 @@ from triptych.gateway.errors import ApiError
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.settings import Role
 from triptych.gateway.timeline import LegTiming
-from triptych.http import (
-    Buffer,
-    Client,
-    ConnectError,
-    GarbageError,
-    Header,
-    UpstreamError,
-    Response,
-    ResponseTooLarge,
-)
+from triptych.http.client import Client, Response
+from triptych.http.errors import ConnectError, ResetError, ResponseTooLarge, UpstreamError, UpstreamTimeout
+from triptych.http.head import Header
+from triptych.http.request import Buffer
 
-LegStatus = Literal[
-    "success", "timeout", "connect_error", "http_error", "oversize", "invalid_response", "cancelled"
-]
+LegStatus = Literal["success", "timeout", "connect_error", "http_error", "oversize", "invalid_response", "cancelled"]
 
 
 class LegError(Exception):
@@ -88,43 +80,47 @@ class Leg:
         return f"{self.name} engine {self.engine.url}"
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A leg's whole answer."""
+
+    status: int
+    headers: list[Header]
+    body: bytes
+
+
 async def open_leg(client: Client, leg: Leg, deadline: float, metrics: Metrics) -> Response:
-    """Call the leg's engine and wait for its response head, at most `deadline` seconds.
+    """Call the leg's engine and wait for its response head, at most `deadline` seconds once the call is on its way.
 
     A connect failure, or a 502/503, goes once to another engine of the pool (contract, "Retry"); a leg that may have
     run only if it is repeatable. The caller closes the response. Raises LegError.
     """
-    try:
-        async with asyncio.timeout(deadline):
-            return await _open(client, leg, metrics)
-    except TimeoutError:
-        raise LegError(
-            leg.name, "timeout", f"{leg} did not answer within {deadline:g} s", http_status=504
-        ) from None
-
-
-async def _open(client: Client, leg: Leg, metrics: Metrics) -> Response:
     retried = leg.pinned
     while True:
         leg.timing.start()
         engine = leg.engine
         try:
             response = await client.request(
-                engine.origin, b"POST", leg.target, leg.headers, leg.body, content_length=leg.content_length
+                engine.origin,
+                b"POST",
+                leg.target,
+                leg.headers,
+                leg.body,
+                content_length=leg.content_length,
+                timeout=deadline,
             )
-        except ConnectError as error:
-            engine.failed(str(error))
-            other = None if retried else leg.pool.choose(avoid=(engine,))
-            if other is None:
-                raise LegError(leg.name, "connect_error", f"{leg}: {error}") from error
         except UpstreamError as error:
-            other = leg.pool.choose(avoid=(engine,)) if leg.repeatable and not retried else None
+            nothing_sent = isinstance(error, ConnectError)
+            if nothing_sent:
+                engine.failed(str(error))
+            again = nothing_sent or (leg.repeatable and not isinstance(error, UpstreamTimeout))
+            other = leg.pool.choose(avoid=(engine,)) if again and not retried else None
             if other is None:
-                garbage = isinstance(error, GarbageError)
-                raise LegError(leg.name, "invalid_response" if garbage else "connect_error", f"{leg}: {error}") from error
+                raise failed(leg, error) from error
         else:
             leg.timing.first_byte()
             engine.connected()
+            # What a stream of the client's brought is gone; only bodies that are all here can be sent again.
             if response.status not in (502, 503) or retried or not isinstance(leg.body, Sequence):
                 return response
             other = leg.pool.choose(avoid=(engine,))
@@ -136,15 +132,6 @@ async def _open(client: Client, leg: Leg, metrics: Metrics) -> Response:
         leg.move(other)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A leg's whole answer."""
-
-    status: int
-    headers: list[Header]
-    body: bytes
-
-
 async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metrics: Metrics) -> Answer:
     """Call the leg's engine and read its whole answer, all within `deadline` seconds and `limit` bytes.
 
@@ -152,9 +139,9 @@ async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metric
     """
     try:
         async with asyncio.timeout(deadline):
-            response = await _open(client, leg, metrics)
+            response = await open_leg(client, leg, deadline, metrics)
             try:
-                return Answer(response.status, response.headers, await read_answer(leg, response, limit))
+                return Answer(response.status, response.headers, await read_answer(leg, response, limit, deadline))
             finally:
                 response.close()
     except TimeoutError:
@@ -162,11 +149,25 @@ async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metric
         raise LegError(leg.name, "timeout", message, http_status=504) from None
 
 
-async def read_answer(leg: Leg, response: Response, limit: int) -> bytes:
-    """The body of a response, at most `limit` bytes. Raises LegError `oversize` or `invalid_response`."""
+async def read_answer(leg: Leg, response: Response, limit: int, idle: float) -> bytes:
+    """The body of a response, at most `limit` bytes, with no silence longer than `idle` seconds. Raises LegError."""
     try:
-        return await response.read(limit)
-    except ResponseTooLarge as error:
-        raise LegError(leg.name, "oversize", f"{leg} answered with more than {limit} bytes") from error
+        body = await response.read(limit, timeout=idle)
     except UpstreamError as error:
-        raise LegError(leg.name, "invalid_response", f"{leg}: {error}") from error
+        raise failed(leg, error) from error
+    leg.timing.bytes_in = len(body)
+    return body
+
+
+def failed(leg: Leg, error: UpstreamError) -> LegError:
+    """What an error of the call means for the leg."""
+    match error:
+        case UpstreamTimeout():
+            return LegError(leg.name, "timeout", f"{leg.name} engine {error}", http_status=504)
+        case ConnectError() | ResetError():
+            status: LegStatus = "connect_error"
+        case ResponseTooLarge():
+            status = "oversize"
+        case _:
+            status = "invalid_response"
+    return LegError(leg.name, status, f"{leg.name} engine {error}")

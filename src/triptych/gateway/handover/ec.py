@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from triptych.body.answer import entries, merge_handles
 from triptych.gateway.settings import EngineSettings
 
 
@@ -43,10 +44,10 @@ class EcDialect(Protocol):
         """`ec_transfer_params` of the encode body for the item at this index; None for none."""
         ...
 
-    def consumer_params(self, context: EcContext, handles: Sequence[Mapping[str, bytes] | None]) -> bytes | None:
+    def consumer_params(self, context: EcContext, handles: Sequence[bytes | None]) -> bytes | None:
         """`ec_transfer_params` of the consumer's body.
 
-        handles: per item what its encoder answered, media hash to raw JSON value; None where the leg failed or gave
+        handles: per item the object that its encoder answered, keyed by media hash; None where the leg failed or gave
         none. Returns None where no encoder returned any.
         """
         ...
@@ -54,22 +55,6 @@ class EcDialect(Protocol):
     def consumer_rank(self, context: EcContext) -> int | None:
         """The rank to pin the consumer leg to by header; None to leave it free."""
         ...
-
-
-def union(handles: Sequence[Mapping[str, bytes] | None]) -> dict[str, bytes] | None:
-    """All legs' handles in item order; on a repeated hash the first wins. None if no leg gave an object."""
-    if all(h is None for h in handles):
-        return None
-    merged: dict[str, bytes] = {}
-    for entries in handles:
-        for key, value in (entries or {}).items():
-            merged.setdefault(key, value)
-    return merged
-
-
-def to_object(entries: Mapping[str, bytes]) -> bytes:
-    """A JSON object of raw values."""
-    return b"{%b}" % b",".join(b"%b:%b" % (msgspec.json.encode(k), v) for k, v in entries.items())
 
 
 class _Merging:
@@ -86,9 +71,8 @@ class _Merging:
     def encode_params(self, context: EcContext, item: int) -> bytes | None:
         return None
 
-    def consumer_params(self, context: EcContext, handles: Sequence[Mapping[str, bytes] | None]) -> bytes | None:
-        merged = union(handles)
-        return None if merged is None else to_object(merged)
+    def consumer_params(self, context: EcContext, handles: Sequence[bytes | None]) -> bytes | None:
+        return merge_handles(handles)
 
     def consumer_rank(self, context: EcContext) -> int | None:
         return None
@@ -117,17 +101,14 @@ class Mooncake:
             }
         )
 
-    def consumer_params(self, context: EcContext, handles: Sequence[Mapping[str, bytes] | None]) -> bytes | None:
-        merged = union(handles)
-        if merged is None:
-            return None
-        merged.pop("ec_items", None)
+    def consumer_params(self, context: EcContext, handles: Sequence[bytes | None]) -> bytes | None:
         items = [
             {"mm_hash": mm_hash, "transfer_id": transfer_id}
-            for entries, transfer_id in zip(handles, context.transfer_ids, strict=True)
-            for mm_hash in entries or ()
+            for handed, transfer_id in zip(handles, context.transfer_ids, strict=True)
+            if handed is not None
+            for mm_hash in entries(handed)
         ]
-        return to_object({**merged, "ec_items": msgspec.json.encode(items)})
+        return merge_handles((*handles, msgspec.json.encode({"ec_items": items}))) if items else None
 
     def consumer_rank(self, context: EcContext) -> int | None:
         return context.rank if len(context.consumer.ec_zmq) > 1 else None
