@@ -9,6 +9,7 @@ application/json`, which a page of another origin cannot send without asking fir
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,18 +22,23 @@ from triptych.gateway.logs import Log
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.timeline import Ring
 from triptych.http.errors import HttpError
+from triptych.http.head import Header
 from triptych.http.server import Request, Server, ServerLimits
 
 _BODY_BYTES = 64 * 1024
 _JSON = b"application/json"
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]*))(?::[0-9]*)?")
 
 _Answer = tuple[int, Any]
 
 
 class _Refused(Exception):
-    def __init__(self, status: int, message: str, **more: Any) -> None:
+    """An answer other than the wanted one; `more` goes into its body beside the message."""
+
+    def __init__(self, status: int, message: str, *, allow: bytes = b"", **more: Any) -> None:
         super().__init__(message)
         self.status = status
+        self.headers: list[Header] = [(b"allow", allow)] if allow else []
         self.body = {"error": message, **more}
 
 
@@ -87,6 +93,7 @@ class Admin:
 
     async def handle(self, request: Request) -> None:
         """One admin request."""
+        headers: list[Header] = []
         try:
             self._check_origin(request)
             if request.path == "/metrics" and request.method in ("GET", "HEAD"):
@@ -96,9 +103,9 @@ class Admin:
                 return
             status, answer = await self._route(request)
         except _Refused as refused:
-            status, answer = refused.status, refused.body
+            status, answer, headers = refused.status, refused.body, refused.headers
         body = msgspec.json.format(msgspec.json.encode(answer), indent=2) + b"\n"
-        await request.respond(status, [(b"content-type", _JSON), (b"cache-control", b"no-store")], body)
+        await request.respond(status, [(b"content-type", _JSON), (b"cache-control", b"no-store"), *headers], body)
 
     # -- who may ask what
 
@@ -125,7 +132,8 @@ class Admin:
                 raise _Refused(getattr(error, "status", 400), str(error)) from error
             return self._posts[path][1](body)
         if path in self._gets or path in self._posts or path == "/metrics":
-            raise _Refused(405, f"{path} takes {'POST' if path in self._posts else 'GET'}.")
+            right = "POST" if path in self._posts else "GET, HEAD"
+            raise _Refused(405, f"{path} takes {right}.", allow=right.encode())
         raise _Refused(404, "There is no such admin call.", calls=self._index()[1])
 
     # -- GET
@@ -218,9 +226,9 @@ def _describe_engine(engine: Engine) -> Mapping[str, Any]:
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host
+    """The name in a `Host` header, an IPv6 address without its brackets; empty if it is malformed."""
+    match = _HOST.fullmatch(host)
+    return (match[1] or match[2]) if match else ""
 
 
 def _is_loopback(host: str) -> bool:
