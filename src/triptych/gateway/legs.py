@@ -60,7 +60,8 @@ class LegBodies:
         for index, item in enumerate(media.items):
             uuid = self._take(index, item, tenant) if encode and item.content else None
             self._uuids.append(self._set_uuid(item, uuid))
-        self._parts = [splice for splices in self._uuids for splice in splices]
+        self._raw_parts = [splice for splices in self._uuids for splice in splices]
+        self._consumer_parts = self._raw_parts
 
     @property
     def count(self) -> int:
@@ -137,7 +138,7 @@ class LegBodies:
             else:
                 splices.append(part_splice(item, part))
                 self.rewritten += 1
-        self._parts = splices
+        self._consumer_parts = splices
 
     def _given(self, key: str) -> bool:
         return self.body.value(key) not in (None, b"null")
@@ -152,14 +153,17 @@ class LegBodies:
             put["store"] = b"false"
         put.update(members)
         self._put_params(put)
-        return self.body.rewrite(put, _NOT_ON_PREFILL, self._parts)
+        return self.body.rewrite(put, _NOT_ON_PREFILL, self._consumer_parts)
 
-    def final(self, members: Mapping[str, bytes], *, consumer: bool) -> list[Buffer]:
-        """The body of the answering leg, with the client's own limits and stream flag."""
+    def final(self, members: Mapping[str, bytes], *, consumer: bool, raw_media: bool = False) -> list[Buffer]:
+        """The body of the answering leg, with the client's own limits and stream flag.
+
+        consumer: it takes encoder output. raw_media: it gets the media whatever the consumer got.
+        """
         put = dict(members)
         if consumer:
             self._put_params(put)
-        return self.body.rewrite(put, (), self._parts)
+        return self.body.rewrite(put, (), self._raw_parts if raw_media else self._consumer_parts)
 
     def _put_params(self, put: dict[str, bytes]) -> None:
         if self._consumer_params is not None:

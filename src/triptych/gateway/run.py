@@ -169,7 +169,11 @@ class Run:
 
     def _decode_body(self, context: KvContext, handed: bytes | None) -> Sequence[Buffer]:
         members = self.kv.decode_members(context, handed)
-        return self.bodies.final(members, consumer=self.deployment.settings.decode_ec_consumer)
+        takes_encoder_output = self.deployment.settings.decode_ec_consumer
+        # vLLM 0.32 dies of a metadata-only part whose embeddings it can get neither from KV nor from an encoder.
+        has_kv = handed is not None or self.kv.at_once
+        raw_media = not (takes_encoder_output or has_kv)
+        return self.bodies.final(members, consumer=takes_encoder_output, raw_media=raw_media)
 
     async def _answer(self, leg: Leg) -> Outcome:
         return await answer(
