@@ -180,6 +180,10 @@ def test_variables_of_kubernetes_services_are_passed_over() -> None:
     assert load(environ=environ).settings.listen == "0.0.0.0:8000"
 
 
+def test_a_variable_that_engines_get_is_no_fault() -> None:
+    assert load(environ={"TRIPTYCH_COMBINED": A, "TRIPTYCH_ENGINE_COMPAT": "1"}).settings
+
+
 # --- what is wrong: source, field, what, what to do
 
 

@@ -39,6 +39,9 @@ from triptych.gateway.settings import ROLES, GatewaySettings, ModelSettings
 PREFIX = "TRIPTYCH_"
 CONFIG = "TRIPTYCH_CONFIG"
 
+# Set by the project's own processes for each other: no setting, and no misspelt one.
+_INTERNAL = frozenset({"TRIPTYCH_ENGINE_COMPAT"})
+
 # Kubernetes puts these into every pod of a namespace that has a Service called `triptych` or `triptych-…`.
 _KUBERNETES = re.compile(
     r"TRIPTYCH_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)="
@@ -238,7 +241,7 @@ def _from_environ(layer: _Layer, problems: list[Problem], environ: Mapping[str, 
     known = known_settings()
     variables = {variable(loc): loc for loc in known}
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name == CONFIG:
+        if not name.startswith(PREFIX) or name == CONFIG or name in _INTERNAL:
             continue
         if loc := variables.get(name):
             _put_text(layer, problems, loc, environ[name], name)
