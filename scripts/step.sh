@@ -11,6 +11,7 @@ message=$1
 shift
 log=$(mktemp "${TMPDIR:-/tmp}/triptych-step.XXXXXX")
 started=$SECONDS
+command=
 
 last_line() {
     tail -c 2000 "$log" | tr '\r' '\n' | sed 's/\x1b\[[0-9;?]*[a-zA-Z]//g; s/[[:cntrl:]]//g; s/^ *//; s/ *$//' |
@@ -18,21 +19,23 @@ last_line() {
 }
 
 end() {
-    kill -- "-$command" 2>/dev/null
-    wait "$command" 2>/dev/null
+    if [[ -n $command ]]; then
+        kill -- "-$command" 2>/dev/null
+        wait "$command" 2>/dev/null
+    fi
     rm -f "$log"
     [[ -t 1 ]] && printf '\r\033[K'
     echo "$message: interrupted after $((SECONDS - started)) s"
     exit "$1"
 }
 
+trap 'end 130' INT
+trap 'end 143' TERM
 # Job control for this one moment: the command gets a process group, which can be ended as a whole.
 set -m
 "$@" >"$log" 2>&1 </dev/null &
 command=$!
 set +m
-trap 'end 130' INT
-trap 'end 143' TERM
 
 # Silent for the first moments, so that a step that has nothing to do says so in one line.
 shown=0
