@@ -25,7 +25,7 @@ Of a repeated key the last copy counts, as in `json.loads`, except that a media 
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -65,9 +65,16 @@ _NOTHING: Final = {
 }
 
 
+class _TextPart(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
+    text: str | None = None
+    cache_control: msgspec.Raw = msgspec.Raw(b"null")
+    annotations: msgspec.Raw = msgspec.Raw(b"null")
+
+
 class _Message(msgspec.Struct, gc=False):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-    output: msgspec.Raw = msgspec.Raw(b"null")
+    content: str | list[_TextPart] | None = None
+    output: str | list[_TextPart] | None = None
 
 
 _decode_messages: Final = msgspec.json.Decoder(list[_Message]).decode
@@ -85,23 +92,25 @@ def find_media(body: RequestBody, api: Api) -> Media:
             walk.top_level(key)
     for key in _ROOTS[api]:
         member = body.member(key)
-        if member is not None and body.raw[member.value] in b"[{" and not _only_text(body, member, api):
+        if member is None or body.raw.find(b"{", member.value, member.end) < 0 or _only_text(body, member, api):
+            continue
+        if body.raw[member.value] != 0x22:
             walk.root(member)
     return walk.result()
 
 
 def _only_text(body: RequestBody, member: Member, api: Api) -> bool:
-    """Quick yes for a list of messages whose contents are strings; a no means nothing."""
+    """Quick yes for a list of messages whose contents are strings or plain text parts; a no means nothing."""
     if api not in ("chat", "responses", "messages") or member.end - member.value > _FAST_LIMIT:
         return False
     found = body.hint(member.key)
     if not found or member.key == "system":
         return False
     try:
-        messages = _decode_messages(found)
+        _decode_messages(found)
     except msgspec.MsgspecError:
         return False
-    return all(memoryview(value)[0] in b'"n' for message in messages for value in (message.content, message.output))
+    return True
 
 
 class _Walk:
@@ -162,9 +171,18 @@ class _Walk:
 
     def message(self, at: int, *, live: bool) -> int:
         members, end = self.scan.members(at)
-        last = {member.key: member for member in members}
-        content, output = last.get("content"), last.get("output")
-        role, type_ = self.text(last.get("role")), self.text(last.get("type"))
+        content = output = role_ = kind = None
+        for member in members:
+            key = member.key
+            if key == "content":
+                content = member
+            elif key == "role":
+                role_ = member
+            elif key == "output":
+                output = member
+            elif key == "type":
+                kind = member
+        role, type_ = self.text(role_), self.text(kind)
         if content is not None and self.raw[content.value] in b"[{":
             if self.api == "messages":
                 # Images in tool results become a message of their own, before the one that holds the others.
@@ -208,8 +226,6 @@ class _Walk:
             key = member.key
             if key == "type":
                 type_ = self.text(member)
-                if type_ is not None and type_.endswith(_EMBEDS):
-                    embeds = embeds or type_
             elif key == "uuid":
                 uuids.append(member)
             elif key in MEDIA_KEYS or key.endswith(_EMBEDS):
@@ -224,6 +240,8 @@ class _Walk:
                 source = member
             elif key in ("content", "output") and raw[member.value] in b"[{":
                 nested.append(member)
+        if embeds is None and type_ is not None and type_.endswith(_EMBEDS):
+            embeds = type_
         anthropic = self.api == "messages"
         if nested:
             for member in nested[:-1]:
@@ -273,7 +291,7 @@ class _Walk:
         if raw[media.value] == 0x7B:
             field = "data" if media.key == "input_audio" else "url"
             inner = {member.key: member for member in self.scan.members(media.value)[0]}.get(field)
-            if inner is None or raw[inner.value : inner.end] in (b"null", b'""'):
+            if inner is None or raw.startswith((b"null", b'""'), inner.value):
                 return self.view[:0], False
             if field == "data":
                 # Format and data both go into what the engine decodes.
@@ -293,7 +311,8 @@ class _Walk:
         at, end = value.value, value.end
         if raw[at] != 0x22:
             # Falsy values are no data; others are the engine's to refuse.
-            return (self.view[:0] if raw[at:end] in (b"null", b"false", b"0", b"[]") else self.view[at:end]), False
+            empty = raw.startswith((b"null", b"false", b"[]"), at) or raw[at:end] == b"0"
+            return self.view[:0] if empty else self.view[at:end], False
         head = raw[at + 1 : at + 31]
         if b"\\" in head[:5] and (match := _HEAD.match(head)) is not None:
             head = string(b'"' + match[0] + b'"', 0, match.end() + 2).encode("utf-8", "replace")

@@ -23,6 +23,7 @@ OWNED: Final = frozenset(
 
 # Spellings that pydantic takes for a bool in its lax mode, which vLLM's protocol classes use.
 _TRUE: Final = frozenset({"1", "on", "t", "true", "y", "yes"})
+_PLAIN: Final = frozenset({b"true", b"false", b"null"})
 _NOTHING: Final[Mapping[str, bytes]] = {}
 
 
@@ -64,22 +65,29 @@ class RequestBody:
         self.scanner = Scanner(raw)
         self.at = raw.index(b"{")
         self.top, self.end = self.scanner.members(self.at, policy.rules, hint)
+        top = self.top
+        self._index = index = {member.key: member for member in top}
         self._strips = False
-        index: dict[str, Member] = {}
-        for member in self.top:
-            key = member.key
-            if key is STRIPPED:
-                self._strips = True
-                continue
-            if key in index and key in policy.owned:
-                raise BodyError(f'duplicate top-level key "{key}" in request body', param=key)
-            index[key] = member
-        self._index = index
+        if len(index) != len(top) or STRIPPED in index:
+            self._duplicates()
         xargs = index.get("vllm_xargs")
         self._xargs: tuple[Splice, ...] = ()
         if xargs is not None and raw[xargs.value] == 0x7B:
             inner, _ = self.scanner.members(xargs.value, policy.rules)
             self._xargs = tuple(object_splices(raw, (xargs.value, xargs.end), inner))
+
+    def _duplicates(self) -> None:
+        """Refuse a second copy of an owned key; take runs of stripped members out of the index."""
+        index: dict[str, Member] = {}
+        for member in self.top:
+            key = member.key
+            if key is STRIPPED:
+                self._strips = True
+            elif key in index and key in self.policy.owned:
+                raise BodyError(f'duplicate top-level key "{key}" in request body', param=key)
+            else:
+                index[key] = member
+        self._index = index
 
     def __repr__(self) -> str:
         keys = ", ".join("…" if m.key is STRIPPED else m.key for m in self.top[:12])
@@ -124,8 +132,16 @@ class RequestBody:
 
     def truth(self, key: str) -> bool:
         """Whether the engine takes the value for true (`"true"`, `1`, `"yes"` as well: pydantic's lax bool)."""
+        member = self._index.get(key)
+        if member is None:
+            return False
+        if member.end - member.value > 8:
+            return False
+        raw = self.raw[member.value : member.end]
+        if raw in _PLAIN:
+            return raw == b"true"
         value = self.get(key)
-        return value in (1, True) if not isinstance(value, str) else value.lower() in _TRUE
+        return value == 1 if not isinstance(value, str) else value.lower() in _TRUE
 
     @property
     def model(self) -> str | None:

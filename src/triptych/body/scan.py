@@ -17,48 +17,56 @@ import codecs
 import json
 import re
 from collections.abc import Callable
-from itertools import islice
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 _T = TypeVar("_T")
 
-MAX_STEPS: Final = 1 << 19
+MAX_STEPS: Final = 1 << 18
 """Members, elements and brackets of one body that the scanner visits one by one before it refuses the body."""
 
 _UTF8_CHUNK: Final = 1 << 20
 _WINDOW: Final = 1 << 18
-_SLOW_ESCAPES: Final = 8
+_CHUNK: Final = 1 << 16
+_FEW_ESCAPES: Final = 8
 
 _WS: Final = rb"[ \t\n\r]*+"
-_STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_SHORT: Final = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,256}+){0,16}+"'
 
 
 def balanced(depth: int) -> bytes:
-    """Pattern of a container that nests at most `depth` levels deep (no backtracking, linear)."""
-    body = rb'[^][{}"]*+(?:' + _STRING + rb'[^][{}"]*+)*+'
+    """Pattern of a container of short strings that nests at most `depth` levels deep (linear: nothing backtracks)."""
+    body = rb'[^][{}"]*+(?:' + _SHORT + rb'[^][{}"]*+)*+'
     for _ in range(depth - 1):
-        body = rb'[^][{}"]*+(?:(?:' + _STRING + rb"|[\[{]" + body + rb'[]}])[^][{}"]*+)*+'
+        body = rb'[^][{}"]*+(?:(?:' + _SHORT + rb"|[\[{]" + body + rb'[]}])[^][{}"]*+)*+'
     return rb"[\[{]" + body + rb"[]}]"
 
 
-VALUE: Final = rb"(?:" + _STRING + rb'|[^][{}", \t\n\r]++|' + balanced(3) + rb")"
+VALUE: Final = rb"(?:" + _SHORT + rb'|[^][{}", \t\n\r]++|' + balanced(3) + rb")"
 
 _MEMBER: Final = re.compile(
     _WS + rb'"([^"\\]{0,64}+)"' + _WS + rb":" + _WS
     # A short string, a number or word, a flat container; anything else leaves the group empty.
-    + rb'((?:"[^"\\]{0,256}+"|[^][{}", \t\n\r]++|[\[{][^][{}"]{0,256}+(?:"[^"\\]{0,64}+"[^][{}"]{0,64}+){0,16}+[]}])?+)'
+    + rb'((?:"[^"\\]{0,512}+"|[^][{}", \t\n\r]++|[\[{][^][{}"]{0,256}+(?:"[^"\\]{0,64}+"[^][{}"]{0,64}+){0,16}+[]}])?+)'
     + _WS + rb",?+"
 )  # fmt: skip
-_KEY: Final = re.compile(_WS + rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"' + _WS + rb":" + _WS, re.DOTALL)
+_member: Final = _MEMBER.match
+_COLON: Final = re.compile(_WS + rb":" + _WS)
 _SEPARATOR: Final = re.compile(_WS + rb",?+" + _WS)
 _SPACE: Final = re.compile(_WS)
 _SCALAR: Final = re.compile(rb'[^][{}", \t\n\r]++')
-_STRING_TAIL: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _SMALL: Final = re.compile(balanced(5), re.DOTALL)
 _GAP: Final = re.compile(rb'[^"\[\]{}]*+(?:"[^"\\]{0,256}+"[^"\[\]{}]*+){0,256}+')
-_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+
+_names: Final = {
+    name.encode(): name
+    for name in (
+        "role", "content", "type", "text", "image_url", "url", "detail", "model", "messages", "stream", "max_tokens",
+        "temperature", "top_p", "stream_options", "max_completion_tokens", "input", "prompt", "tools", "input_audio",
+        "data", "format", "source", "media_type", "name", "tool_calls", "tool_call_id", "uuid", "seed", "n", "stop",
+    )
+}.get  # fmt: skip
 
 STRIPPED: Final = "<stripped>"
 """Key (by identity) of a run of members that are to be removed; see `Scanner.members`."""
@@ -84,6 +92,9 @@ class Member(NamedTuple):
     start: int
     value: int
     end: int
+
+
+_new: Final = tuple.__new__
 
 
 class Rules(NamedTuple):
@@ -164,9 +175,9 @@ def checked(raw: bytes, decode: Callable[[bytes], _T], what: str) -> _T:
         except msgspec.ValidationError:
             raise BodyError(f"{what} must be one JSON object") from None
         except msgspec.DecodeError:
-            # msgspec refuses lone surrogates, json.loads does not. An escape and its stand-in are of one length and
-            # equally valid wherever they are, also where a preceding backslash makes them plain text.
-            plain = _SURROGATE.sub(rb"\\u0041", raw)
+            # msgspec refuses lone surrogates, json.loads does not. The stand-ins (U+0xxx for U+Dxxx) are of the same
+            # length and equally valid wherever they are, also where a preceding backslash makes them plain text.
+            plain = raw.replace(b"\\ud", b"\\u0").replace(b"\\uD", b"\\u0")
             if plain == raw:
                 raise
             return decode(plain)
@@ -222,42 +233,50 @@ class Scanner:
         raw = self.raw
         strip, run = rules
         out: list[Member] = []
-        names: dict[bytes, str] = {}
         pos = at + 1
-        while True:
-            before = len(out)
-            for match in islice(iter(_MEMBER.scanner(raw, pos).match, None), self._left):  # type: ignore[attr-defined]
-                name = match[1]
-                key = names.get(name)
-                if key is None:
-                    key = names[name] = name.decode("utf-8", "surrogatepass")
+        left = self._left
+        while (byte := raw[pos]) != 0x7D:
+            match = _member(raw, pos)
+            if match is not None:
+                key = _names(match[1]) or match[1].decode("utf-8", "surrogatepass")
                 value, end = match.span(2)
                 start = match.start(1) - 1
                 pos = match.end()
-                if value == end or key in strip:
-                    break
-                out.append(Member(key, start, value, end))
+                if value != end and key not in strip:
+                    out.append(_new(Member, (key, start, value, end)))
+                    if len(out) >= left:
+                        self._spend(len(out))
+                    continue
             else:
-                self._spend(len(out) - before + 1)
-                match = _KEY.match(raw, pos)
-                if match is None:
-                    # No key here, so this is the closing brace.
-                    return out, raw.index(b"}", pos) + 1
-                key = _decode_key(match[1])
-                start = match.start(1) - 1
-                value = end = match.end()
-            self._spend(len(out) - before + 1)
+                start = _SPACE.match(raw, pos).end()  # type: ignore[union-attr]
+                if raw[start] == 0x7D:
+                    pos = start
+                    break
+                end = string_end(raw, start)
+                key = string(raw, start, end)
+                value = end = _COLON.match(raw, end).end()  # type: ignore[union-attr]
             if key in strip and run is not None:
                 # In windows, so that the work of one match is bounded and paid for.
                 found = run.match(raw, start, start + _WINDOW)
                 end = found.end() if found is not None else self._value_end(value, key, hint)
                 self._spend(sum(raw.count(token, start, end) for token in (b'"', b"[", b"{")) >> 3)
+                left = self._left
                 out.append(Member(STRIPPED, start, start, end))
             else:
                 if value == end:
                     end = self._value_end(value, key, hint)
+                    left = self._left
                 out.append(Member(key, start, value, end))
-            pos = _SEPARATOR.match(raw, end).end()  # type: ignore[union-attr]
+            if len(out) >= left:
+                self._spend(len(out))
+            pos = end
+            byte = raw[pos]
+            if byte == 0x2C:
+                pos += 1
+            elif byte != 0x7D:
+                pos = _SEPARATOR.match(raw, pos).end()  # type: ignore[union-attr]
+        self._spend(len(out) + 1)
+        return out, pos + 1
 
     def elements(self, at: int) -> list[tuple[int, int]]:
         """Offsets of the elements of the array whose `[` is at `at`."""
@@ -292,7 +311,7 @@ class Scanner:
     def _gap(self, pos: int) -> int:
         """Offset of the next bracket or string that is not small, behind small strings and scalars."""
         end = _GAP.match(self.raw, pos).end()  # type: ignore[union-attr]
-        self._spend(1 if end - pos < 1024 else 1 + (self.raw.count(b'"', pos, end) >> 5))
+        self._spend(1 if end - pos < 256 else 1 + (self.raw.count(b'"', pos, end) >> 5))
         return end
 
     def value_end(self, at: int) -> int:
@@ -346,16 +365,22 @@ def _decode_key(raw: bytes) -> str:
 def string_end(raw: bytes, at: int) -> int:
     """Offset behind the string whose opening quote is at `at`."""
     pos = at + 1
-    for _ in range(_SLOW_ESCAPES):
+    for _ in range(_FEW_ESCAPES):
         quote = raw.index(b'"', pos)
-        if raw[quote - 1] != 0x5C:
-            return quote + 1
-        # Backslashes before this quote, none of which belongs to an earlier one: `pos` is behind an escaped quote.
-        run = quote - pos - len(raw[pos:quote].rstrip(b"\\"))
-        if not run & 1:
+        # `pos` is behind an escape or the opening quote, so the backslashes before this quote pair up from the left.
+        backslashes = 0 if raw[quote - 1] != 0x5C else quote - pos - len(raw[pos:quote].rstrip(b"\\"))
+        if not backslashes & 1:
             return quote + 1
         pos = quote + 1
-    return _STRING_TAIL.match(raw, pos).end()  # type: ignore[union-attr]
+    while True:
+        # Dense in escaped quotes: blank out the escapes that matter, in chunks that do not end within one.
+        chunk = raw[pos : pos + _CHUNK]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) & 1:
+            chunk = chunk[:-1]
+        found = chunk.replace(b"\\\\", b"..").replace(b'\\"', b"..").find(b'"')
+        if found >= 0:
+            return pos + found + 1
+        pos += len(chunk)
 
 
 def string(raw: bytes, start: int, end: int) -> str:
