@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -140,7 +141,7 @@ def base(body: dict[str, Any], api: Api, config: SimConfig, header: Callable[[by
         model=name if name in config.loras else config.model,
         weights=name if name in config.loras else config.model,
         prompts=[],
-        request_id=given.decode("latin-1") if given else f"{id(body):x}",
+        request_id=given.decode("latin-1") if given else uuid.uuid4().hex[:16],
         stream=bool(typed(body, "stream", (bool,), False)),
         kv=typed(body, "kv_transfer_params", (dict,)),
         ec=typed(body, "ec_transfer_params", (dict,)),

@@ -145,6 +145,7 @@ class NixlKv:
         if self._issued.pop(issued.request_id, None) is not None:
             self._seen.kv["expired"] += 1
             self._forget(issued)
+            self._seen.touch()
 
     def _free(self, issued: _Issued) -> None:
         self._issued.pop(issued.request_id, None)
