@@ -11,7 +11,6 @@ message=$1
 shift
 log=$(mktemp "${TMPDIR:-/tmp}/triptych-step.XXXXXX")
 started=$SECONDS
-command=
 
 last_line() {
     tail -c 2000 "$log" | tr '\r' '\n' | sed 's/\x1b\[[0-9;?]*[a-zA-Z]//g; s/[[:cntrl:]]//g; s/^ *//; s/ *$//' |
@@ -19,10 +18,9 @@ last_line() {
 }
 
 end() {
-    if [[ -n $command ]]; then
-        kill -- "-$command" 2>/dev/null
-        wait "$command" 2>/dev/null
-    fi
+    # Not $command: the signal may come before that is set.
+    for job in $(jobs -p); do kill -- "-$job" 2>/dev/null; done
+    wait
     rm -f "$log"
     [[ -t 1 ]] && printf '\r\033[K'
     echo "$message: interrupted after $((SECONDS - started)) s"
