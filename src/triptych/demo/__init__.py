@@ -1,1 +1,1 @@
-"""The demo: one command, real engines, proofs."""
+"""The demo: image questions through encode, prefill and decode engines, with proofs that each did its part."""
