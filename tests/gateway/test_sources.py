@@ -270,6 +270,9 @@ def test_faults_inside_a_list_of_models_say_which(file: Write) -> None:
         ({"DEADLINES": '{"conect": 3}'}, ": deadlines.conect: no such setting; did you mean `connect`?"),
         ({"OPEN": "uiid"}, ": open[0]: must be one of ec_transfer_params, kv_transfer_params, uuid, embeds, "
          "data_parallel_rank, answer_handles (got 'uiid'); did you mean `uuid`?"),
+        ({"EC": "mooncak"},
+         ": ec: there is no dialect 'mooncak'; did you mean `mooncake`? There are: eccpu, example, mooncake"),
+        ({"KV": "zzz"}, ": kv: there is no dialect 'zzz'; there are: example, nixl"),
         ({"TLS__KEY": __file__}, ": tls.certificate: is missing: give it (PEM file with the certificate chain)"),
         ({"ENCODE": '{"url": "http://e:1", "weight": 0}'}, ": encode[0].weight: must be above 0 (got 0); "
          "the default is 1.0"),

@@ -32,8 +32,10 @@ from triptych.config.problems import (
     is_optional,
     is_secret,
     names,
+    origin_of,
 )
 from triptych.config.values import host_port
+from triptych.gateway.handover import ec_dialects, kv_dialects
 from triptych.gateway.settings import ROLES, GatewaySettings, ModelSettings
 
 PREFIX = "TRIPTYCH_"
@@ -136,6 +138,7 @@ def load(
         settings = GatewaySettings.model_validate(merged.values)
     except ValidationError as error:
         raise SettingsError([*problems, *_faults(error, merged, incomplete=bool(problems))]) from None
+    problems += _unknown_dialects(settings, merged.origins)
     if problems:
         raise SettingsError(problems)
     return Loaded(settings, merged.origins)
@@ -155,6 +158,17 @@ def _faults(error: ValidationError, merged: _Layer, *, incomplete: bool) -> Iter
         if incomplete and (missing or detail["type"] == "setting"):
             continue
         yield Problem("settings", "models", _NO_ENGINES) if missing and detail["loc"] == ("models",) else fault
+
+
+def _unknown_dialects(settings: GatewaySettings, origins: Mapping[Loc, Origin]) -> Iterable[Problem]:
+    """Dialects are a registry that installed packages add to, so the model itself cannot know their names."""
+    for index, model in enumerate(settings.models):
+        for field_, known in (("ec", ec_dialects()), ("kv", kv_dialects())):
+            name = getattr(model, field_)
+            if name not in known:
+                near, all_ = did_you_mean(name, known), ", ".join(sorted(known))
+                what = f"there is no dialect {name!r}{f'{near} There' if near else '; there'} are: {all_}"
+                yield Problem(*origin_of(("models", index, field_), origins, "settings"), what)
 
 
 def _collect(read: Any, problems: list[Problem], *arguments: Any) -> _Layer:
