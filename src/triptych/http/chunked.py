@@ -12,6 +12,7 @@ import re
 from triptych.http.errors import ParseError
 
 _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+_CHUNK_START = re.compile(rb"([0-9a-fA-F]{1,15})\r\n")
 _SIZE_PREFIX = re.compile(rb"[0-9a-fA-F]{1,15}(?:;[\t\x20-\x7e\x80-\xff]*)?\r?")
 _TRAILERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
 _BAD_TRAILER = re.compile(rb"[^\r]\n|\r[^\n]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -40,6 +41,20 @@ class ChunkDecoder:
         self._left = 0
         self._partial = b""
         self._extensions = 0
+
+    def whole(self, data: bytes) -> bytes | None:
+        """The payload, if `data` is one whole chunk, no less and no more; else None, and nothing has happened.
+
+        This is what a stream of events looks like on the wire, and the short way for it.
+        """
+        if self._state == _SIZE_LINE and not self._partial:
+            match = _CHUNK_START.match(data)
+            if match is not None:
+                start = match.end()
+                length = int(match[1], 16)
+                if length and start + length + 2 == len(data) and data.endswith(b"\r\n"):
+                    return data[start:-2]
+        return None
 
     def feed(self, data: bytes, at: int, out: list[bytes]) -> int:
         base = 0  # offset of `data[0]` in what the caller gave

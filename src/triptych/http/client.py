@@ -104,8 +104,8 @@ class Pool:
         oldest = now - self.client.idle_timeout
         while self.idle and self.idle[0].idle_since <= oldest:
             self.idle[0].abort()
-        for connection in [c for c in self.busy if c.deadline <= now]:
-            connection.timed_out()
+        for connection in [c for c in self.busy if c.patience != math.inf]:
+            connection.sweep(now)
 
 
 class Client:
@@ -162,14 +162,17 @@ class Client:
         if self.closing:
             raise ClientClosed("this client is closed")
         pool = self._pools.get(origin) or self._new_pool(origin)
-        parts: list[Buffer] = []
+        parts: Sequence[Buffer] = ()
+        size = 0
         stream: AsyncIterator[bytes] | None = None
-        if isinstance(body, bytes | bytearray | memoryview):
-            parts = [body]
+        if isinstance(body, tuple | list):
+            parts = body
+        elif isinstance(body, bytes | bytearray | memoryview):
+            parts = (body,)
         elif isinstance(body, AsyncIterator):
             stream = body
         else:
-            parts = list(body)
+            parts = tuple(body)
         if stream is not None:
             framing = b"transfer-encoding: chunked\r\n\r\n"
             if content_length is not None:
@@ -177,8 +180,7 @@ class Client:
         else:
             size = sum(map(len, parts))
             framing = b"\r\n" if not size and method in (b"GET", b"HEAD") else b"content-length: %d\r\n\r\n" % size
-        lines = header_lines([header for header in headers if header[0] != b"host"])
-        head = b"".join((request_line(method, target), pool.host_line, lines, framing))
+        head = b"".join((request_line(method, target), pool.host_line, header_lines(headers), framing))
 
         connection = pool.take()
         while True:
@@ -186,7 +188,7 @@ class Client:
                 connection = await self._connect(pool)
             response = connection.begin(method)
             if stream is None:
-                await _send(connection, response, head, parts)
+                await _send(connection, response, head, parts, size)
             else:
                 await _send_stream(connection, response, head, stream, content_length)
             while not response.status and response.error is None:
@@ -252,9 +254,10 @@ class Client:
             self._sweeper = self.loop.call_later(self.sweep_interval, self._sweep)
 
 
-async def _send(connection: UpstreamConnection, response: Response, head: bytes, parts: Sequence[Buffer]) -> None:
+async def _send(
+    connection: UpstreamConnection, response: Response, head: bytes, parts: Sequence[Buffer], size: int
+) -> None:
     """Write a whole request, stopping where the response comes first or the connection is lost."""
-    size = sum(map(len, parts))
     if size <= _JOIN_BELOW:
         connection.write(b"".join((head, *parts)))
         connection.written = True

@@ -26,10 +26,12 @@ CHUNKED = -2
 """Values of a body's `length` besides a number of bytes."""
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_TARGET = re.compile(rb"[\x21-\x22\x24-\x7e]+")
+_TARGET_BYTES = bytes(b for b in range(0x21, 0x7F) if b != 0x23)
 _ABSOLUTE = re.compile(rb"https?://[^/?#@]+", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection"))
+_FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
+_READ_HERE = _FRAMING | {b"expect"}
+_CACHED_LINE = 256
 
 
 class RequestHead:
@@ -64,177 +66,111 @@ class ResponseHead:
 class _HeadReader:
     """Finds the end of one head at a time and has llhttp read it. Reusable once a head came out."""
 
-    __slots__ = ("_complete", "_line", "_parser", "_size", "_tail", "_url", "headers", "limit")
+    __slots__ = ("_append", "_complete", "_headers", "_parser", "_parts", "_size", "_tail", "limit")
+
+    # httptools looks for all of its callbacks each time a parser is made, which costs less where they are found.
+    on_url = on_status = on_body = on_message_begin = on_message_complete = None
+    on_chunk_header = on_chunk_complete = None
+    _kind: type[httptools.HttpRequestParser] | type[httptools.HttpResponseParser]
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._reset()
-
-    def _reset(self) -> None:
-        self.headers: list[Header] = []
-        self._url = b""
-        self._line = b""
-        self._tail = b""
-        self._size = 0
         self._complete = False
+        # Of a head that comes in pieces:
         self._parser: httptools.HttpRequestParser | httptools.HttpResponseParser | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._tail = b""
 
     @property
     def started(self) -> bool:
-        """Whether any byte of a head has come."""
+        """Whether some of a head has come, but not all."""
         return self._size > 0
 
-    def _new_parser(self) -> httptools.HttpRequestParser | httptools.HttpResponseParser:
-        raise NotImplementedError
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        self._append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._complete = True
 
-    def _feed(self, data: bytes, at: int) -> int:
-        """Feed `data[at:]`; returns the offset behind the head, or -1 while it has not ended."""
+    def _feed(self, data: bytes, at: int) -> tuple[bytes, list[Header], int] | None:
+        """Feed `data[at:]`; returns start line, headers and the offset behind the head once it is whole."""
         parser = self._parser
-        if parser is None:
-            parser = self._parser = self._new_parser()
-        end = data.find(b"\r\n\r\n", at)
-        if end >= 0:
-            end += 4
-        if self._tail:
-            # The blank line may have begun in what was fed before.
+        end = data.find(b"\r\n\r\n", at) + 4
+        if parser is None and end > 3 and data[at] > 0x20:
+            # The usual case, a whole head at once.
+            block = data[at:end]
+            parser = self._begin()
+        else:
+            if parser is None:
+                # Empty lines before a start line are skipped (RFC 9112 section 2.2).
+                size = len(data)
+                while at < size and data[at] in b"\r\n":
+                    at += 1
+                if at == size:
+                    return None
+                parser = self._parser = self._begin()
             seam = (self._tail + data[at : at + 3]).find(b"\r\n\r\n")
-            if seam >= 0:
-                end = at + seam + 4 - len(self._tail)
-        piece = data if at == 0 and end == len(data) else data[at : end if end >= 0 else len(data)]
-        self._size += len(piece)
+            end = at + seam + 4 - len(self._tail) if seam >= 0 else data.find(b"\r\n\r\n", at) + 4
+            block = data[at:end] if end > 3 else data[at:]
+        self._size += len(block)
         if self._size > self.limit:
             raise ParseError(f"header section is larger than {self.limit} bytes", 431)
-        if not self._line.endswith(b"\n"):
-            eol = piece.find(b"\n")
-            self._line += piece if eol < 0 else piece[: eol + 1]
         try:
-            parser.feed_data(piece)
+            parser.feed_data(block)
         except httptools.HttpParserUpgrade:
             pass  # the head is complete; other protocols are not spoken here
         except httptools.HttpParserError as error:
             raise ParseError(str(error) or "malformed head") from None
-        if end < 0:
-            self._tail = (self._tail + piece)[-3:]
-            return -1
+        if end < 4:
+            self._parts.append(block)
+            self._tail = (self._tail + block)[-3:]
+            return None
         if not self._complete:
             raise ParseError("malformed head")
-        return end
+        if self._parts:
+            self._parts.append(block)
+            block = b"".join(self._parts)
+            self._parts = []
+            self._tail = b""
+        self._parser = None
+        self._size = 0
+        headers = self._headers
+        if b" \r\n" in block or b"\t\r\n" in block:
+            # llhttp leaves the white space behind a value.
+            headers = [(name, value.rstrip(b" \t")) for name, value in headers]
+        return block[: block.find(b"\r\n")], headers, end
 
-
-def _token_list(value: bytes) -> list[bytes]:
-    return [token.strip(b" \t") for token in value.lower().split(b",")]
-
-
-def _length(value: bytes) -> int:
-    if _LENGTH.fullmatch(value) is None:
-        raise ParseError("content-length is not a number")
-    return int(value)
+    def _begin(self) -> httptools.HttpRequestParser | httptools.HttpResponseParser:
+        self._complete = False
+        self._headers: list[Header] = []
+        self._append = self._headers.append
+        return self._kind(self)
 
 
 class RequestHeadReader(_HeadReader):
     """`feed(data, at)` returns `(head, end)` once a head is whole, else None; raises ParseError."""
 
     __slots__ = ()
-
-    def _new_parser(self) -> httptools.HttpRequestParser:
-        return httptools.HttpRequestParser(self)
+    _kind = httptools.HttpRequestParser
 
     def feed(self, data: bytes, at: int) -> tuple[RequestHead, int] | None:
-        if not self._size:
-            # Empty lines before a request line are skipped (RFC 9112 section 2.2).
-            size = len(data)
-            while at < size and data[at] in b"\r\n":
-                at += 1
-            if at == size:
-                return None
-        end = self._feed(data, at)
-        if end < 0:
+        found = self._feed(data, at)
+        if found is None:
             return None
-        head = self._head()
-        self._reset()
-        return head, end
-
-    def _head(self) -> RequestHead:
+        line, headers, end = found
         head = RequestHead()
-        assert isinstance(self._parser, httptools.HttpRequestParser)
-        method = self._parser.get_method()
-        target = self._url
-        line = self._line
-        version = line[-5:-2]
-        if version not in (b"1.1", b"1.0"):
-            raise ParseError("only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
-        if line != b"%b %b HTTP/%b\r\n" % (method, target, version) or _TARGET.fullmatch(target) is None:
-            raise ParseError("malformed request line")
-        if method == b"CONNECT":
-            raise ParseError("CONNECT is not supported", 501)
-        head.method = method.decode("ascii")
-        head.target = target
-        head.version = "1.1" if version == b"1.1" else "1.0"
-        _split_target(head, target)
-        self._frame(head)
-        return head
-
-    def _frame(self, head: RequestHead) -> None:
-        modern = head.version == "1.1"
-        keep_alive = modern
-        length = hosts = 0
-        lengths = codings = 0
-        head.expect_continue = False
-        headers = self.headers
-        for i, (name, value) in enumerate(headers):
-            if value[-1:] in (b" ", b"\t"):
-                value = value.rstrip(b" \t")
-                headers[i] = (name, value)
-            if name == b"content-length":
-                length = _length(value)
-                lengths += 1
-            elif name == b"host":
-                hosts += 1
-            elif name == b"connection":
-                tokens = _token_list(value)
-                if b"close" in tokens:
-                    keep_alive = modern = False
-                elif b"keep-alive" in tokens and head.version == "1.0":
-                    keep_alive = True
-            elif name == b"transfer-encoding":
-                if value.lower() != b"chunked":
-                    raise ParseError("transfer-encoding other than chunked is not supported", 501)
-                codings += 1
-                length = CHUNKED
-            elif name == b"expect":
-                head.expect_continue = value.lower() == b"100-continue" and head.version == "1.1"
-        if lengths > 1 or codings > 1 or (lengths and codings):
-            raise ParseError("the length of the body is given more than once")
-        if codings and head.version == "1.0":
-            raise ParseError("transfer-encoding in an HTTP/1.0 request")
-        if hosts != 1 and not (hosts == 0 and head.version == "1.0"):
-            raise ParseError("a request needs exactly one host header")
+        # Few lines occur and all of them often, but a long one should not stay in memory.
+        split = _request_line_parts if len(line) <= _CACHED_LINE else _request_line_parts.__wrapped__
+        head.method, head.target, head.path, head.query, head.version = split(line)
         head.headers = headers
-        head.length = length
-        head.keep_alive = keep_alive
-
-
-def _split_target(head: RequestHead, target: bytes) -> None:
-    if not target.startswith(b"/"):
-        match = _ABSOLUTE.match(target)
-        if match is not None:
-            target = target[match.end() :]
-            if not target.startswith(b"/"):
-                target = b"/" + target
-        elif target != b"*":
-            raise ParseError("request target is neither a path nor an http address")
-    path, _, query = target.partition(b"?")
-    head.path = path.decode("latin-1")
-    head.query = query
+        modern = head.version == "1.1"
+        length, head.keep_alive, hosts, expects = _framing(headers, modern)
+        head.length = 0 if length == UNTIL_EOF else length
+        head.expect_continue = expects and modern
+        if hosts != 1 and (hosts or modern):
+            raise ParseError("a request needs exactly one host header")
+        return head, end
 
 
 class ResponseHeadReader(_HeadReader):
@@ -244,67 +180,91 @@ class ResponseHeadReader(_HeadReader):
     """
 
     __slots__ = ()
-
-    def _new_parser(self) -> httptools.HttpResponseParser:
-        return httptools.HttpResponseParser(self)
+    _kind = httptools.HttpResponseParser
 
     def feed(self, data: bytes, at: int, method: bytes) -> tuple[ResponseHead, int] | None:
-        if at == len(data):
+        found = self._feed(data, at)
+        if found is None:
             return None
-        end = self._feed(data, at)
-        if end < 0:
-            return None
-        head = self._head(method)
-        self._reset()
+        line, headers, end = found
+        head = ResponseHead()
+        split = _status_line_parts if len(line) <= _CACHED_LINE else _status_line_parts.__wrapped__
+        head.version, head.status, head.reason = split(line)
+        head.headers = headers
+        head.length, head.keep_alive, _, _ = _framing(headers, head.version == "1.1")
+        if method == b"HEAD" or head.status < 200 or head.status in (204, 304):
+            head.length = 0
         return head, end
 
-    def _head(self, method: bytes) -> ResponseHead:
-        head = ResponseHead()
-        assert isinstance(self._parser, httptools.HttpResponseParser)
-        line = self._line
-        if not line.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
-            raise ParseError("only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
-        status = self._parser.get_status_code()
-        if not 100 <= status <= 999:
-            raise ParseError("status code out of range")
-        head.status = status
-        head.reason = line[13:-2]
-        head.version = line[5:8].decode("ascii")
-        self._frame(head)
-        if method == b"HEAD" or status < 200 or status in (204, 304):
-            head.length = 0
-        return head
 
-    def _frame(self, head: ResponseHead) -> None:
-        modern = head.version == "1.1"
-        keep_alive = modern
-        closes = False
-        length = UNTIL_EOF
-        lengths = codings = 0
-        headers = self.headers
-        for i, (name, value) in enumerate(headers):
-            if value[-1:] in (b" ", b"\t"):
-                value = value.rstrip(b" \t")
-                headers[i] = (name, value)
-            if name == b"content-length":
-                length = _length(value)
-                lengths += 1
-            elif name == b"connection":
-                tokens = _token_list(value)
-                closes = closes or b"close" in tokens
-                keep_alive = keep_alive or b"keep-alive" in tokens
-            elif name == b"transfer-encoding":
-                if value.lower() != b"chunked":
-                    raise ParseError("transfer-encoding other than chunked")
-                codings += 1
-                length = CHUNKED
-        if lengths > 1 or codings > 1 or (lengths and codings):
-            raise ParseError("the length of the body is given more than once")
-        if codings and not modern:
-            raise ParseError("transfer-encoding in an HTTP/1.0 response")
-        head.headers = headers
-        head.length = length
-        head.keep_alive = keep_alive and not closes
+@lru_cache(maxsize=256)
+def _request_line_parts(line: bytes) -> tuple[str, bytes, str, bytes, str]:
+    """Method, target, path, query and version of a line that llhttp has accepted."""
+    parts = line.split(b" ")  # one space each: llhttp allows more of them
+    version = parts[-1]
+    if version not in (b"HTTP/1.1", b"HTTP/1.0"):
+        raise ParseError("only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
+    if len(parts) != 3 or b"#" in parts[1]:
+        raise ParseError("malformed request line")
+    method, target, _ = parts
+    if method == b"CONNECT":
+        raise ParseError("CONNECT is not supported", 501)
+    path = target
+    if not path.startswith(b"/"):
+        match = _ABSOLUTE.match(path)
+        if match is not None:
+            path = path[match.end() :]
+            if not path.startswith(b"/"):
+                path = b"/" + path
+        elif path != b"*":
+            raise ParseError("request target is neither a path nor an http address")
+    path, _, query = path.partition(b"?")
+    return method.decode("ascii"), target, path.decode("ascii"), query, version[5:].decode("ascii")
+
+
+@lru_cache(maxsize=256)
+def _status_line_parts(line: bytes) -> tuple[str, int, bytes]:
+    """Version, status and reason of a line that llhttp has accepted."""
+    if not line.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")):
+        raise ParseError("only HTTP/1.1 and HTTP/1.0 are spoken here", 505)
+    status = int(line[9:12])
+    if status < 100:
+        raise ParseError("status code out of range")
+    return line[5:8].decode("ascii"), status, line[13:]
+
+
+def _framing(headers: list[Header], modern: bool) -> tuple[int, bool, int, bool]:
+    """From the headers: length of the body, whether the connection outlives the message, number of `host` headers,
+    whether `100-continue` is expected. `modern`: HTTP/1.1. Raises ParseError."""
+    length = UNTIL_EOF
+    lengths = hosts = 0
+    closes = keeps = expects = False
+    for name, value in headers:
+        if name not in _READ_HERE:
+            continue
+        if name == b"content-length":
+            if _LENGTH.fullmatch(value) is None:
+                raise ParseError("content-length is not a number")
+            length = int(value)
+            lengths += 1
+        elif name == b"host":
+            hosts += 1
+        elif name == b"connection":
+            tokens = [token.strip(b" \t") for token in value.lower().split(b",")]
+            closes = closes or b"close" in tokens
+            keeps = keeps or b"keep-alive" in tokens
+        elif name == b"transfer-encoding":
+            if value.lower() != b"chunked":
+                raise ParseError("transfer-encoding other than chunked is not supported", 501)
+            if not modern:
+                raise ParseError("transfer-encoding in an HTTP/1.0 message")
+            length = CHUNKED
+            lengths += 1
+        else:
+            expects = value.lower() == b"100-continue"
+    if lengths > 1:
+        raise ParseError("the length of the body is given more than once")
+    return length, not closes and (modern or keeps), hosts, expects
 
 
 # --- writing ---------------------------------------------------------------------------------------------------
@@ -320,15 +280,15 @@ _STATUS_LINES = _status_lines()
 
 @lru_cache(maxsize=1024)
 def _check_name(name: bytes) -> bool:
-    """True for a framing header, which only this package may write; raises where the name is no token."""
+    """True for a header that only this package may write; raises where the name is no token."""
     if _TOKEN.fullmatch(name) is None:
         raise UnsafeHeaderError(f"header name {name!r} is not a token")
     return name.lower() in _FRAMING
 
 
 def header_lines(headers: Iterable[Header]) -> bytes:
-    """`headers` as lines, without those that frame the message (`content-length`, `transfer-encoding`,
-    `connection`), which the caller writes. Raises UnsafeHeaderError."""
+    """`headers` as lines, without those that belong to one hop (`content-length`, `transfer-encoding`, `connection`,
+    `host`), which the caller writes. Raises UnsafeHeaderError."""
     lines = [b"%b: %b\r\n" % header for header in headers if not _check_name(header[0])]
     block = b"".join(lines)
     # One CR and one LF a line and no NUL, or some value holds what ends a line.
@@ -349,7 +309,7 @@ def status_line(status: int) -> bytes:
 
 def request_line(method: bytes, target: bytes) -> bytes:
     """The request line. Raises UnsafeHeaderError on a method or target that would break out of it."""
-    if _TOKEN.fullmatch(method) is None or _TARGET.fullmatch(target) is None:
+    if not target or target.translate(None, _TARGET_BYTES) or _TOKEN.fullmatch(method) is None:
         raise UnsafeHeaderError(f"request line {method!r} {target[:80]!r} is not valid")
     return b"%b %b HTTP/1.1\r\n" % (method, target)
 

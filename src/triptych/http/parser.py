@@ -37,20 +37,21 @@ ResponseEvent = ResponseHead | bytes | End
 
 
 class _Body:
-    """The framing of one body; `left` is the bytes to come of a fixed-length one."""
+    """The framing of one body; `left` is the bytes to come of a fixed-length one, `chunks` the decoder of a chunked one
+    that has not ended."""
 
-    __slots__ = ("_chunks", "ended", "left", "rest")
+    __slots__ = ("chunks", "ended", "left", "rest")
 
     def __init__(self) -> None:
         self.left = 0
         self.ended = False
         self.rest = b""
-        self._chunks: ChunkDecoder | None = None
+        self.chunks: ChunkDecoder | None = None
 
     def _begin_body(self, length: int) -> None:
         self.left = length
         if length == CHUNKED:
-            self._chunks = ChunkDecoder()
+            self.chunks = ChunkDecoder()
 
     def _feed_body(self, data: bytes, at: int, events: list[RequestEvent] | list[ResponseEvent]) -> None:
         left = self.left
@@ -63,14 +64,14 @@ class _Body:
                     self.left = left = left - len(piece)
             if left:
                 return
-        elif self._chunks is not None:
+        elif self.chunks is not None:
             pieces: list[bytes] = []
-            end = self._chunks.feed(data, at, pieces)
+            end = self.chunks.feed(data, at, pieces)
             if pieces:
                 events.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
             if end < 0:
                 return
-            self._chunks = None
+            self.chunks = None
         else:
             if at < len(data):
                 events.append(data[at:] if at else data)

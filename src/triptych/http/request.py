@@ -219,13 +219,18 @@ class Request:
             self._remaining = length
         elif self.version == "1.1":
             framing = b"transfer-encoding: chunked\r\n"
-            self._chunked = True
+            self._chunked = self.method != "HEAD"
         else:
             self.keep_alive = False
         connection.write(self._head(status, headers, framing))
 
     async def send(self, data: Buffer) -> None:
         """Bytes of a streamed answer. Waits only while the client does not take what was sent (WriteStalled)."""
+        self._send(data)
+        if self._connection.write_paused:
+            await self._connection.drained()
+
+    def _send(self, data: Buffer) -> None:
         connection = self._connection
         if not self.started or self.finished:
             raise RuntimeError("send() outside start() and finish()")
@@ -244,8 +249,22 @@ class Request:
                     raise RuntimeError("more bytes than the answer's content-length")
                 self._remaining -= size
             connection.write(data)
-        if connection.write_paused:
-            await connection.drained()
+
+    def send_nowait(self, data: Buffer) -> bool:
+        """Like `send` without waiting; False when the client is behind and `drained()` should be awaited."""
+        connection = self._connection
+        size = len(data)
+        if self._chunked and 0 < size <= _JOIN_BELOW and not self.finished and type(data) is bytes:
+            # The short way for an event of a stream.
+            self.bytes_sent += size
+            connection.write(b"%x\r\n%b\r\n" % (size, data))
+        else:
+            self._send(data)
+        return not connection.write_paused
+
+    async def drained(self) -> None:
+        """Wait until the client has taken enough of what was sent. Raises WriteStalled, ClientGone."""
+        await self._connection.drained()
 
     async def finish(self) -> None:
         """End a streamed answer. Raises RuntimeError when bytes of its declared length are missing."""

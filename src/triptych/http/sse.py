@@ -25,9 +25,9 @@ class EventTooLarge(HttpError):
 class EventScanner:
     """Splits a stream of bytes at the ends of events.
 
-    `feed(data)` returns the bytes up to the last end of an event that is known, possibly `b""`; the rest is kept until its
-    event ends. `events` counts the blocks that ended in a blank line (comment blocks are among them). What is kept is at
-    most `max_event` bytes: EventTooLarge.
+    `feed(data)` returns the bytes up to the last end of an event that is known, possibly `b""`; the rest is kept until
+    its event ends. `events` counts the blocks that ended in a blank line (comment blocks are among them). What is kept
+    is at most `max_event` bytes: EventTooLarge.
     """
 
     __slots__ = ("_edge", "_kept", "_kept_size", "events", "max_event")
@@ -46,11 +46,12 @@ class EventScanner:
 
     def feed(self, data: bytes) -> bytes:
         """More of the stream; returns what may be passed on."""
-        if not self._kept and data.endswith(b"\n\n") and b"\r" not in data and b"\n\n\n" not in data:
+        if not self._kept and data[-2:] == b"\n\n" and b"\r" not in data:
             ends = data.count(b"\n\n")
-            # A blank line at the very start ends nothing.
-            self.events += ends - data.startswith(b"\n\n")
-            return data
+            if ends == 1 or b"\n\n\n" not in data:
+                # A blank line at the very start ends nothing.
+                self.events += ends - (data[:2] == b"\n\n")
+                return data
         return self._scan(data)
 
     def rest(self) -> bytes:
