@@ -37,4 +37,4 @@ def demo(once: bool, engine: Literal["vllm", "sim"], port: int) -> None:
 
     from triptych.demo.run import demo as run
 
-    sys.exit(asyncio.run(run(Console(), engine, once=once, port=port)))
+    sys.exit(asyncio.run(run(Console(soft_wrap=True), engine, once=once, port=port)))

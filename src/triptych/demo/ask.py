@@ -49,8 +49,9 @@ class Told:
 
     @property
     def legs(self) -> list[tuple[str, float]]:
-        """Name and seconds of each leg."""
-        return [(leg["name"], leg["ended"] - leg["started"]) for leg in self.timeline["legs"] if leg["ended"]]
+        """Name and seconds of each leg, in the order in which they were called."""
+        legs = sorted((leg for leg in self.timeline["legs"] if leg["ended"]), key=lambda leg: leg["started"])
+        return [(leg["name"], leg["ended"] - leg["started"]) for leg in legs]
 
 
 async def ask(client: AsyncOpenAI, model: str, question: Question) -> Answer:

@@ -18,7 +18,7 @@ from triptych.gateway.endpoints import ENDPOINTS, Endpoint
 from triptych.gateway.engines import Deployment, Fleet, ModelRequired, UnknownModel
 from triptych.gateway.errors import ApiError, EngineRefused
 from triptych.gateway.handover import EcDialect, KvDialect, ec_dialects, kv_dialects
-from triptych.gateway.identity import Keyring, answer_headers, leg_headers, request_id
+from triptych.gateway.identity import Keyring, LegHeaders, answer_headers, request_id
 from triptych.gateway.intake import Intake
 from triptych.gateway.legs import LegBodies
 from triptych.gateway.logs import Log, exception_fields
@@ -63,6 +63,7 @@ class Gateway:
         self.keyring = Keyring(settings.api_keys, settings.tenant_header)
         self.tools = Tools(settings, client, self.metrics, log, self.rng)
         self._dialects = {d: _dialects(d) for d in self.fleet.deployments}
+        self._leg_headers = {d: self._headers_for(d) for d in self.fleet.deployments}
         owned = frozenset().union(*(d.kv.owned for d in self._dialects.values()))
         self.intake = Intake.of(settings.open, settings.limits.items, owned)
         self.draining = False
@@ -75,7 +76,7 @@ class Gateway:
         if endpoint is None or request.method != "POST":
             await self._other(request, endpoint)
             return
-        timeline = Timeline(request_id(request.headers), endpoint.api)
+        timeline = Timeline(request_id(request.headers, self.rng), endpoint.api)
         self.requests.add(timeline)
         status = 499
         try:
@@ -169,10 +170,18 @@ class Gateway:
             ec=dialects.ec,
             kv=dialects.kv,
             timeline=timeline,
-            headers=self._leg_headers(request, deployment),
+            headers=self._leg_headers[deployment].of(request.headers),
             own_headers=_own_headers(timeline),
         )
         return await run.go()
+
+    def _headers_for(self, deployment: Deployment) -> LegHeaders:
+        key = deployment.settings.engine_api_key
+        return LegHeaders(
+            engine_key=key.get_secret_value() if key else None,
+            checks_keys=self.keyring.checks,
+            pass_rank="data_parallel_rank" in self.settings.open,
+        )
 
     def _route(self, shape: Shape, deployment: Deployment, timeline: Timeline) -> Route:
         stages = route(shape, deployment.pools, deployment.settings)
@@ -181,15 +190,6 @@ class Gateway:
             timeline.reason(reason)
             self.metrics.degraded(reason)
         return stages
-
-    def _leg_headers(self, request: Request, deployment: Deployment) -> list[Header]:
-        key = deployment.settings.engine_api_key
-        return leg_headers(
-            request.headers,
-            engine_key=key.get_secret_value() if key else None,
-            checks_keys=self.keyring.checks,
-            pass_rank="data_parallel_rank" in self.settings.open,
-        )
 
     async def _form(self, request: Request, endpoint: Endpoint, timeline: Timeline, ticket: Ticket) -> Outcome:
         """A multipart upload, streamed through on a plain plan."""
@@ -218,7 +218,7 @@ class Gateway:
             pool=deployment.pools[engine.role],
             lease=engine.lease(),
             target=request.target,
-            headers=[*self._leg_headers(request, deployment), own],
+            headers=[*self._leg_headers[deployment].of(request.headers), own],
             body=counted(),
             timing=timeline.leg("decode", engine.role, engine.url),
             content_length=request.content_length,
@@ -232,7 +232,7 @@ class Gateway:
 
     async def _other(self, request: Request, endpoint: Endpoint | None) -> None:
         """Health, models, version; and what is not there."""
-        timeline = Timeline(request_id(request.headers))
+        timeline = Timeline(request_id(request.headers, self.rng))
         status = 499
         try:
             reply = self._look_up(request, endpoint)

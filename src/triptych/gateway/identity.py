@@ -6,10 +6,9 @@ Rules: contract, "What a client may not send" and "Headers".
 from __future__ import annotations
 
 import hashlib
+import random
 import re
-import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pydantic import SecretStr
 
@@ -37,23 +36,18 @@ HOP_BY_HOP = frozenset(
 # Not passed on to legs: set anew per leg, or answered here. `accept-encoding`: the gateway reads every leg's answer
 # (handles, events), which a compressed one would hide.
 _SET_PER_LEG = frozenset({b"host", b"expect", b"x-request-id", b"accept-encoding"})
-_RANK = b"x-data-parallel-rank"
+_RANK = frozenset({b"x-data-parallel-rank"})
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+_NOTHING: frozenset[bytes] = frozenset()
+_NOT_IN_ANSWERS = HOP_BY_HOP | {b"x-request-id"}
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """request_id as the client sees it; tenant namespaces everything that is named after content."""
-
-    request_id: str
-    tenant: bytes
-
-
-def request_id(headers: Sequence[Header]) -> str:
-    """The client's `X-Request-Id` if it has the accepted form, else one of ours."""
+def request_id(headers: Sequence[Header], rng: random.Random) -> str:
+    """The client's `X-Request-Id` if it has the accepted form, else one of ours: unlikely to repeat, no secret."""
     given = _first(headers, b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
-    return secrets.token_hex(16)
+    return f"{rng.getrandbits(128):032x}"
 
 
 class Keyring:
@@ -96,30 +90,36 @@ def client_key(headers: Sequence[Header], api: Api) -> bytes | None:
     return _first(headers, b"x-api-key") if api == "messages" else None
 
 
-def leg_headers(
-    headers: Sequence[Header], *, engine_key: str | None, checks_keys: bool, pass_rank: bool
-) -> list[Header]:
-    """The client's end-to-end headers that every leg gets; each leg adds its own id to them."""
-    closed = {b"authorization", b"x-api-key"} if engine_key is not None or checks_keys else set()
-    if not pass_rank:
-        closed.add(_RANK)
-    drop = HOP_BY_HOP | _SET_PER_LEG | closed | _named_by_connection(headers)
-    kept = [h for h in headers if h[0] not in drop]
-    if engine_key is not None:
-        kept.append((b"authorization", b"Bearer " + engine_key.encode()))
-    return kept
+class LegHeaders:
+    """Which of a client's headers travel on to the legs of one deployment."""
+
+    def __init__(self, *, engine_key: str | None, checks_keys: bool, pass_rank: bool) -> None:
+        """engine_key: shown to the engines. checks_keys: clients' keys are for the gateway. pass_rank: a client may
+        choose the data-parallel rank."""
+        closed = _KEYS if engine_key is not None or checks_keys else frozenset[bytes]()
+        self._drop = HOP_BY_HOP | _SET_PER_LEG | closed | (frozenset() if pass_rank else _RANK)
+        self._own: tuple[Header, ...] = ()
+        if engine_key is not None:
+            self._own = ((b"authorization", b"Bearer " + engine_key.encode()),)
+
+    def of(self, headers: Sequence[Header]) -> list[Header]:
+        """The end-to-end headers that every leg gets; each leg adds its own id to them."""
+        named = _named_by_connection(headers)
+        drop = self._drop | named if named else self._drop
+        return [*(h for h in headers if h[0] not in drop), *self._own]
 
 
 def answer_headers(headers: Sequence[Header]) -> list[Header]:
     """The engine's end-to-end headers that the client gets; the request id is ours."""
-    drop = HOP_BY_HOP | _named_by_connection(headers)
-    return [h for h in headers if h[0] not in drop and h[0] != b"x-request-id"]
+    named = _named_by_connection(headers)
+    drop = _NOT_IN_ANSWERS | named if named else _NOT_IN_ANSWERS
+    return [h for h in headers if h[0] not in drop]
 
 
 def _named_by_connection(headers: Sequence[Header]) -> frozenset[bytes]:
     named = [v for n, v in headers if n == b"connection"]
     if not named:
-        return frozenset()
+        return _NOTHING
     return frozenset(token.strip().lower() for value in named for token in value.split(b","))
 
 

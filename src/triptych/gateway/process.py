@@ -18,7 +18,7 @@ from triptych.gateway.app import Gateway
 from triptych.gateway.errors import ApiError
 from triptych.gateway.health import Prober
 from triptych.gateway.logs import Log
-from triptych.gateway.settings import GatewaySettings
+from triptych.gateway.settings import ROLES, GatewaySettings
 from triptych.http.client import Client
 from triptych.http.head import Header
 from triptych.http.server import Server, ServerLimits
@@ -140,7 +140,10 @@ def _server_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     return context
 
 
-def _engine_tls(settings: GatewaySettings) -> ssl.SSLContext:
+def _engine_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """None where no engine speaks TLS: reading the system's trust store takes a good part of the start."""
+    if not any(e.url.startswith("https://") for m in settings.models for r in ROLES for e in getattr(m, r)):
+        return None
     context = ssl.create_default_context(cafile=settings.engine_tls.ca)
     if not settings.engine_tls.verify:
         context.check_hostname = False
