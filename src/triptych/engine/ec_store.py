@@ -155,12 +155,14 @@ class EcStore:
         return True
 
     def contains(self, identifier: str) -> bool:
-        """Whether there is a file for this item, whatever it is worth."""
+        """Whether the item is there, as far as its header and size tell."""
+        key = item_key(identifier)
         try:
-            os.stat(item_key(identifier).hex(), dir_fd=self._place(create=False).items, follow_symlinks=False)
-        except OSError:
+            with self._reading(self._place(create=False), key.hex()) as (descriptor, status):
+                header = Header.parse(os.pread(descriptor, HEADER_SIZE, 0))
+        except (OSError, FormatError):
             return False
-        return True
+        return header.key == key and header.file_size == status.st_size
 
     def read(self, identifier: str, expected: Expected) -> Item:
         """The item's rows, verified. Counts as a use. Raises ItemUnusable; a damaged file is removed."""
