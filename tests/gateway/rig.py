@@ -73,6 +73,7 @@ class Rig:
         loop = asyncio.get_running_loop()
         self._sockets = open_sockets()
         self._tasks = asyncio.all_tasks()
+        gc.freeze()  # what is here already is not looked through at the end
         loop.set_exception_handler(lambda _, context: self.unhandled.append(context))
         try:
             await self._start()
@@ -119,6 +120,7 @@ class Rig:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._stack.aclose()
         gc.collect()
+        gc.unfreeze()
         left = lambda: open_sockets() - self._sockets  # noqa: E731
         if kind is None:
             await eventually(lambda: not left(), lambda: f"sockets: {left()}", 2.0)
