@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from triptych.http.errors import ClientClosed, ConnectError, ResetError
 from triptych.http.head import Header, header_lines, request_line
 from triptych.http.request import Buffer
-from triptych.http.upstream import Response, UpstreamConnection
+from triptych.http.response import Response
+from triptych.http.upstream import UpstreamConnection
 
 __all__ = ["Client", "Origin", "Response"]
 

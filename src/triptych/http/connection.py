@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _HEAD, _IDLE, _BODY, _LINGER = "head", "idle", "body", "linger"
 
+_WORTH_SPLITTING = 16_384
+"""Bytes of one read from which a head and its body are told apart before they are copied."""
+
 _TCP_ESTABLISHED = 1
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 
@@ -47,6 +50,8 @@ class Connection(asyncio.BufferedProtocol):
         self._reading_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
         self._waiting_for = _HEAD
+        self._patience = math.inf
+        self._fresh = False
         self._read_deadline = math.inf
         self._write_deadline = math.inf
         self._unsent = 0
@@ -70,12 +75,39 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(self.server.scratch[:nbytes]))
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes from the client, in order."""
+        # Everything is copied out of the scratch memory before this returns: the next connection reads into it.
         if self._discarding:
             return
+        scratch = self.server.scratch
+        at = 0
+        if self._request is None and nbytes > _WORTH_SPLITTING and not self._parser.ended:
+            # Keep the large body behind a head from being copied more than once.
+            at = self.server.scratch_bytes.find(b"\r\n\r\n", 0, nbytes) + 4
+            if at > 3:
+                self._parse(bytes(scratch[:at]))
+            else:
+                at = 0
+        left = self._parser.left
+        if left > 0 and not self._discarding:
+            end = min(nbytes, at + left)
+            self._body(scratch[at:end])
+            at = end
+        if at < nbytes:
+            self._parse(bytes(scratch[at:nbytes]))
+
+    def _body(self, data: memoryview) -> None:
+        """Bytes of a fixed-length body, past the parser."""
+        request = self._request
+        assert request is not None
+        request.feed(data)
+        if self._parser.skip(len(data)):
+            self._patience = math.inf
+            request.feed_end()
+        else:
+            self._fresh = True
+            self._hold_back(request)
+
+    def _parse(self, data: bytes) -> None:
         parser = self._parser
         if parser.ended:
             # The next request, early. Reading goes on (or a client that leaves would go unnoticed), so there is
@@ -102,7 +134,7 @@ class Connection(asyncio.BufferedProtocol):
         waiter = self._drain_waiter
         if waiter is not None and not waiter.done():
             waiter.set_exception(ClientGone("the client has left"))
-        self._read_deadline = self._write_deadline = math.inf
+        self._patience = self._write_deadline = math.inf
         self.server.lost(self)
         self._transport = None
         if self._task is not None and not self._running:
@@ -130,24 +162,34 @@ class Connection(asyncio.BufferedProtocol):
             if type(event) is bytes:
                 assert request is not None
                 request.feed(event)
-                if self._waiting_for is _BODY:
-                    self._wait_for(_BODY, self.limits.body_timeout)
+                self._fresh = True
             elif event is END:
                 assert request is not None
-                self._read_deadline = math.inf
+                self._patience = math.inf
                 request.feed_end()
             else:
                 request = self._request = Request(event, self)  # type: ignore[arg-type]
-                self._read_deadline = math.inf
-                self._waiting_for = ""
+                self._patience = math.inf
                 self._running = False
-                self.server.begun()
+                self.server.running += 1
                 self._task = self.loop.create_task(self._serve(request))
-        if request is None:
-            if self._waiting_for is _IDLE and self._parser.started:
-                self._wait_for(_HEAD, self.limits.header_timeout)
-        elif not request.body_ended and not request.collecting and request.buffered > self.limits.body_buffer:
-            self._pause_reading()
+        if request is not None:
+            self._hold_back(request)
+        elif self._waiting_for is _IDLE and self._parser.started:
+            self._wait_for(_HEAD, self.limits.header_timeout)
+
+    def _hold_back(self, request: Request) -> None:
+        """Read no more while much of a body waits to be taken."""
+        if (
+            request.buffered > self.limits.body_buffer
+            and not request.body_ended
+            and not request.collecting
+            and not self._reading_paused
+            and not self._closing
+            and self._transport is not None
+        ):
+            self._reading_paused = True
+            self._transport.pause_reading()
 
     async def _serve(self, request: Request) -> None:
         """One request from its head to its answer."""
@@ -261,8 +303,7 @@ class Connection(asyncio.BufferedProtocol):
             self.relieve()
             self._wait_for(_BODY, self.limits.body_timeout)
         else:
-            self._waiting_for = ""
-            self._read_deadline = math.inf
+            self._patience = math.inf
 
     def relieve(self) -> None:
         """The handler took body bytes: read on."""
@@ -308,16 +349,13 @@ class Connection(asyncio.BufferedProtocol):
             transport.write_eof()
         self.relieve()
 
-    def _pause_reading(self) -> None:
-        if not self._reading_paused and self._transport is not None and not self._closing:
-            self._reading_paused = True
-            self._transport.pause_reading()
-
     # --- deadlines ---------------------------------------------------------------------------------------------
 
     def _wait_for(self, what: str, seconds: float) -> None:
+        """The client has `seconds` from now; the sweep starts the clock."""
         self._waiting_for = what
-        self._read_deadline = self.loop.time() + seconds
+        self._patience = seconds
+        self._fresh = True
 
     def _guard_writing(self) -> None:
         if self._transport is not None:
@@ -325,9 +363,15 @@ class Connection(asyncio.BufferedProtocol):
             self._write_deadline = self.loop.time() + self.limits.write_timeout
 
     def sweep(self, now: float) -> None:
-        """Called by the server every so often: act on deadlines that passed."""
-        if now >= self._read_deadline:
-            self._read_deadline = math.inf
+        """Called by the server every so often: act on deadlines that passed.
+
+        Clocks are read here only, not each time something comes; a deadline may be seen up to two sweeps late.
+        """
+        if self._fresh:
+            self._fresh = False
+            self._read_deadline = now + self._patience
+        elif now >= self._read_deadline and self._patience != math.inf:
+            self._patience = math.inf
             self._read_timed_out()
         if now >= self._write_deadline:
             self._write_timed_out()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class Request:
         "_connection",
         "_error",
         "_expect",
+        "_file",
         "_limit",
         "_parts",
         "_remaining",
@@ -67,6 +69,7 @@ class Request:
         self._connection = connection
         self._expect = head.expect_continue
         self._parts: list[bytes] = []
+        self._file: io.BytesIO | None = None
         self._size = 0
         self._limit = -1
         self._collecting = False
@@ -127,10 +130,14 @@ class Request:
     def _take(self) -> bytes:
         parts = self._parts
         self._size = 0
-        if len(parts) == 1:
+        if self._file is not None:
+            body = self._file.getvalue()
+            self._file = None
+        elif len(parts) == 1:
             return parts.pop()
-        body = b"".join(parts)
-        parts.clear()
+        else:
+            body = b"".join(parts)
+            parts.clear()
         return body
 
     async def _more_body(self) -> None:
@@ -150,17 +157,27 @@ class Request:
             self._waiter = None
             connection.want_body(False)
 
-    def feed(self, data: bytes) -> None:
-        """From the connection: bytes of the body."""
-        self._size += len(data)
-        if self._limit >= 0:
-            if self._collecting:
-                if self._size > self._limit:
-                    self.fail(BodyTooLarge(self._limit))
-                    return
-            elif self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
-        self._parts.append(data)
+    def feed(self, data: bytes | memoryview) -> None:
+        """From the connection: bytes of the body. A memoryview is valid during this call only."""
+        if self._error is not None:
+            return
+        size = self._size = self._size + len(data)
+        if self._file is not None:
+            self._file.write(data)
+        elif size > _JOIN_BELOW:
+            # Grows in place, and gives its memory away without a copy: one copy of a large body, not two.
+            self._file = io.BytesIO()
+            self._file.writelines(self._parts)
+            self._file.write(data)
+            self._parts.clear()
+        else:
+            self._parts.append(bytes(data))
+        if self._waiter is not None:
+            if not self._collecting:
+                if not self._waiter.done():
+                    self._waiter.set_result(None)
+            elif size > self._limit:
+                self.fail(BodyTooLarge(self._limit))
 
     def feed_end(self) -> None:
         """From the connection: the body is whole."""
@@ -172,6 +189,7 @@ class Request:
     def fail(self, error: ServerSideError) -> None:
         """From the connection: there will be no more of the body."""
         self._parts.clear()
+        self._file = None
         self._error = error
         waiter = self._waiter
         if waiter is not None and not waiter.done():

@@ -22,6 +22,7 @@ Handler = Callable[[Request], Awaitable[None]]
 ErrorBody = Callable[[int, str], tuple[Sequence[Header], bytes]]
 
 _SCRATCH = 262_144
+_CLOSE_TIMEOUT = 5.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -92,7 +93,8 @@ class Server:
         self.draining = False
         self.tls = False
         self.running = 0
-        self.scratch = memoryview(bytearray(_SCRATCH))
+        self.scratch_bytes = bytearray(_SCRATCH)
+        self.scratch = memoryview(self.scratch_bytes)
         self.loop: asyncio.AbstractEventLoop
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -155,7 +157,9 @@ class Server:
             connection._left()
             connection.abort()
         if tasks:
-            await asyncio.wait(tasks)
+            _, stuck = await asyncio.wait(tasks, timeout=_CLOSE_TIMEOUT)
+            if stuck:
+                _LOG.error("%d handlers did not end within %g s of being cancelled", len(stuck), _CLOSE_TIMEOUT)
         if self.connections:
             self._empty = self.loop.create_future()
             await self._empty
@@ -164,10 +168,6 @@ class Server:
             self._sweeper = None
 
     # --- for connections ---------------------------------------------------------------------------------------
-
-    def begun(self) -> None:
-        """A handler task was made."""
-        self.running += 1
 
     def ended(self) -> None:
         """A handler task ended."""
@@ -189,10 +189,12 @@ class Server:
     def _sweep(self) -> None:
         self._sweeper = None
         now = self.loop.time()
-        for connection in list(self.connections):
-            connection.sweep(now)
-        if self.connections:
-            self.sweep_soon()
+        try:
+            for connection in list(self.connections):
+                connection.sweep(now)
+        finally:
+            if self.connections:
+                self.sweep_soon()
 
     def date_line(self) -> bytes:
         """The `date` header line of this second."""
