@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from triptych.body.edit import Splice
-from triptych.body.scan import BodyError, Hint, Member, Scanner, checked
+from triptych.body.scan import BodyError, Hint, Member, Scanner, check_utf8, validate_object
 
 _decode_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -19,7 +19,12 @@ class AnswerError(ValueError):
 
 def _hint(answer: bytes) -> Hint:
     try:
-        return checked(answer, _decode_object, "answer").get
+        try:
+            check_utf8(answer, "answer")
+            return _decode_object(answer).get
+        except (msgspec.MsgspecError, RecursionError):
+            # It may still be valid: msgspec has no lone surrogates in keys.
+            return validate_object(answer, "answer")
     except BodyError as error:
         raise AnswerError(error.message) from None
 

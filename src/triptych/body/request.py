@@ -133,9 +133,8 @@ class RequestBody:
     def truth(self, key: str) -> bool:
         """Whether the engine takes the value for true (`"true"`, `1`, `"yes"` as well: pydantic's lax bool)."""
         member = self._index.get(key)
-        if member is None:
-            return False
-        if member.end - member.value > 8:
+        # The longest spelling of "false" has 32 bytes; do not decode what cannot be one.
+        if member is None or member.end - member.value > 32:
             return False
         raw = self.raw[member.value : member.end]
         if raw in _PLAIN:

@@ -166,7 +166,7 @@ def check_utf8(raw: bytes, what: str) -> None:
         raise BodyError(f"{what} is not valid UTF-8") from None
 
 
-def checked(raw: bytes, decode: Callable[[bytes], _T], what: str) -> _T:
+def _checked(raw: bytes, decode: Callable[[bytes], _T], what: str) -> _T:
     """`decode(raw)` with msgspec, its errors as BodyError; what it returns may hold other spellings of surrogates."""
     check_utf8(raw, what)
     try:
@@ -195,7 +195,7 @@ def validate(raw: bytes, what: str = "request body") -> None:
     Raises:
         BodyError: it is not; the message names the byte offset.
     """
-    checked(raw, _decode_raw, what)
+    _checked(raw, _decode_raw, what)
 
 
 def validate_object(raw: bytes, what: str = "request body") -> Hint:
@@ -204,7 +204,7 @@ def validate_object(raw: bytes, what: str = "request body") -> Hint:
     Raises:
         BodyError: it is not; the message names the byte offset.
     """
-    bulk = checked(raw, _decode_bulk, what)
+    bulk = _checked(raw, _decode_bulk, what)
     return lambda key: getattr(bulk, key, None)
 
 

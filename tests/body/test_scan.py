@@ -1,0 +1,223 @@
+"""The scanner agrees with json.loads, and no body makes it work for long."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.body.texts import OBJECTS, SPELLING, VALUES, Pairs, loads, text_of
+from triptych.body import scan
+from triptych.body.request import RequestBody
+from triptych.body.scan import STRIPPED, BodyError, Rules, Scanner, elements, members, string, string_end, validate
+
+
+def walk(raw: bytes, at: int) -> Any:
+    """The value at an offset, read with the scanner for containers and json.loads for the rest."""
+    if raw[at : at + 1] == b"{":
+        return Pairs((m.key, walk(raw, m.value)) for m in members(raw, at))
+    if raw[at : at + 1] == b"[":
+        return [walk(raw, start) for start, _ in elements(raw, at)]
+    return loads(raw[at : Scanner(raw).value_end(at)])
+
+
+@given(OBJECTS, SPELLING)
+def test_scanner_and_json_loads_agree_on_every_member(value: Pairs, seed: int) -> None:
+    raw = text_of(value, seed)
+    validate(raw)
+    assert walk(raw, raw.index(b"{")) == loads(raw)
+
+
+@given(st.lists(VALUES, max_size=6), SPELLING)
+def test_elements_are_those_of_json_loads(value: list[Any], seed: int) -> None:
+    raw = text_of(value, seed)
+    assert [loads(raw[start:end]) for start, end in elements(raw)] == loads(raw)
+
+
+@given(OBJECTS, SPELLING)
+def test_member_starts_at_its_quote_and_ends_behind_its_value(value: Pairs, seed: int) -> None:
+    raw = text_of(value, seed)
+    for member in members(raw):
+        assert loads(b"{" + raw[member.start : member.end] + b"}") == [
+            (member.key, loads(raw[member.value : member.end]))
+        ]
+
+
+@given(OBJECTS, SPELLING)
+def test_members_with_hints_are_those_without(value: Pairs, seed: int) -> None:
+    raw = text_of(value, seed)
+    hint = scan.validate_object(raw)
+    at = raw.index(b"{")
+    assert Scanner(raw).members(at, hint=hint) == Scanner(raw).members(at)
+
+
+@given(OBJECTS, SPELLING, st.sets(st.sampled_from(["ec_transfer_params", "kv_transfer_params", "x", "content"])))
+def test_runs_hold_the_members_of_the_rules_and_nothing_else(value: Pairs, seed: int, keys: set[str]) -> None:
+    raw = text_of(value, seed)
+    at = raw.index(b"{")
+    found, end = Scanner(raw).members(at, Rules.of(frozenset(keys)))
+    every = members(raw)
+    assert end == Scanner(raw).members(at)[1]
+    assert [m for m in found if m.key is not STRIPPED] == [m for m in every if m.key not in keys]
+    for run in (m for m in found if m.key is STRIPPED):
+        inside = [m for m in every if run.start <= m.start < run.end]
+        assert inside
+        assert all(m.key in keys for m in inside)
+        assert inside[-1].end == run.end
+    covered = sum(1 for run in found if run.key is STRIPPED for m in every if run.start <= m.start < run.end)
+    assert covered == sum(m.key in keys for m in every)
+
+
+@given(st.lists(st.sampled_from(["\\\\", '\\"', "\\n", "a", "\\u005c", "é", "x" * 70000]), max_size=40).map("".join))
+def test_string_end_is_that_of_json_loads(body: str) -> None:
+    raw = f'["{body}","tail"]'.encode()
+    end = string_end(raw, 1)
+    assert string(raw, 1, end) == json.loads(raw)[0]
+
+
+@pytest.mark.parametrize("count", [65534, 65535, 65536, 65537, 131071, 131072])
+def test_string_end_where_a_chunk_ends_within_escapes(count: int) -> None:
+    for unit in ('\\"', "\\\\", '\\\\\\"'):
+        raw = f'"{"x" * (count % 7)}{unit * (count // len(unit) + 16)}" , "y"'.encode()
+        assert string(raw, 0, string_end(raw, 0)) == json.loads(raw[: raw.index(b" , ")])
+
+
+VALID = [
+    b"{}", b" {} \n", b'{"a":-0}', b'{"a":1E+5}', b'{"a":"\x7f"}', b'{"a":"\\ud800"}', b'{"a":"\\udc00\\ud800"}',
+    b'{"a":"\\ud83d\\u0041"}', b'{"\\uD800":1}', b'{"a":"\xed\xa0\x80"}', b'{"a":"\\\\ud800"}', b'{"a":1e999}',
+    b'{"a":' + b"1" * 5000 + b"}", b'{"a":"\\/\\b\\f"}',
+]  # fmt: skip
+INVALID = [
+    b"", b" ", b"{", b'{"a"}', b'{"a":}', b"{,}", b'{"a":1,}', b"{a:1}", b"{'a':1}", b'{"a":01}', b'{"a":1.}',
+    b'{"a":.5}',
+    b'{"a":+1}', b'{"a":1e}', b'{"a":NaN}', b'{"a":Infinity}', b'{"a":-Infinity}', b'{"a":tru}', b'{"a":1}x',
+    b'{"a":1}{}',
+    b'{"a":1}\x00', b'{"a":"\n"}', b'{"a":"\x00"}', b'{"a":"\\x41"}', b'{"a":"\\u12"}', b'{"a":"\\ud8zz"}',
+    b'{"a":"\\"}',
+    b'{"a":1}/**/', b'{"a":\xc2\xa01}', b'{"a" 1}', b'{"a":1 "b":2}', b'{"a":"\xff"}', b'{"a":"\xc0\x80"}',
+    b'{"\xff":1}',
+    b'{"a":"\xe4\xb8"}', b'{"a":"\xf4\x90\x80\x80"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", VALID)
+def test_what_json_loads_takes_is_valid(raw: bytes) -> None:
+    validate(raw)
+    scan.validate_object(raw)
+
+
+@pytest.mark.parametrize("raw", INVALID)
+def test_what_is_not_json_is_refused(raw: bytes) -> None:
+    for check in (validate, scan.validate_object):
+        with pytest.raises(BodyError) as caught:
+            check(raw)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_other_encodings_that_json_loads_detects_are_refused(encoding: str) -> None:
+    raw = '{"model":"m"}'.encode(encoding)
+    assert json.loads(raw) == {"model": "m"}
+    with pytest.raises(BodyError):
+        validate(raw)
+
+
+def test_error_names_the_byte() -> None:
+    with pytest.raises(BodyError, match=r"request body is not valid JSON: .*\(byte 7\)"):
+        validate(b'{"a":1 "b":2}')
+
+
+def test_error_after_a_lone_surrogate_names_the_byte_of_the_body_as_sent() -> None:
+    with pytest.raises(BodyError, match=r"\(byte 18\)"):
+        validate(b'{"a":"\\ud800","b" 2}')
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"x"', b"[{}]", b"true"])
+def test_one_json_value_that_is_no_object_is_refused_as_such(raw: bytes) -> None:
+    validate(raw)
+    with pytest.raises(BodyError, match="must be one JSON object"):
+        scan.validate_object(raw)
+
+
+@pytest.mark.parametrize("depth", [20_000, 1_000_000])
+@pytest.mark.parametrize("unit", [b"[", b'{"a":'])
+def test_deep_nesting_is_refused(depth: int, unit: bytes) -> None:
+    close = b"]" if unit == b"[" else b"}"
+    raw = b'{"a":' + unit * depth + b"1" + close * depth + b"}"
+    with pytest.raises(BodyError, match="nested too deeply"):
+        validate(raw)
+
+
+@pytest.mark.parametrize("depth", [2, 6, 40, 500])
+def test_nesting_that_is_accepted_is_walked(depth: int) -> None:
+    inner = b"[" * depth + b'"]"' + b"]" * depth
+    raw = b'{"a":%b,"b":{"c":%b},"d":1}' % (inner, inner)
+    assert [m.key for m in members(raw)] == ["a", "b", "d"]
+
+
+def test_utf8_is_checked_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_UTF8_CHUNK", 5)
+    for pad in range(6):
+        validate(b'{"a":"' + b"x" * pad + "中é😀".encode() * 3 + b'"}')
+        with pytest.raises(BodyError, match="UTF-8"):
+            validate(b'{"a":"' + b"x" * pad + "中é😀".encode() * 3 + b'\xe4\xb8"}')
+        validate(b'{"a":"' + b"x" * pad + b'\xed\xa0\x80"}')
+
+
+MANY = 3_000_000
+HOSTILE = {
+    "arrays": b'{"junk":[' + b"[]," * MANY + b"1]}",
+    "objects": b'{"junk":[' + b'{"a":{}},' * (MANY // 3) + b"1]}",
+    "strings": b'{"junk":[' + b'"",' * (4 * MANY) + b"1]}",
+    "members": b"{" + b'"a":1,' * MANY + b'"b":1}',
+    "flat members": b"{" + b'"a":{},' * MANY + b'"b":1}',
+    "handles": b"{" + b'"ec_transfer_params":[[],[]],' * MANY + b'"b":1}',
+    "one handle": b'{"ec_transfer_params":[' + b"[]," * (3 * MANY) + b"1]}",
+    "handles inside": b'{"vllm_xargs":{' + b'"kv_transfer_params":1,' * MANY + b'"b":1}}',
+}
+
+
+@pytest.mark.parametrize("raw", HOSTILE.values(), ids=HOSTILE.keys())
+def test_bodies_with_too_much_to_look_at_are_refused_with_413(raw: bytes) -> None:
+    with pytest.raises(BodyError, match="more than 262144") as caught:
+        RequestBody(raw)
+    assert caught.value.status == 413
+
+
+def test_limit_counts_each_body_anew() -> None:
+    raw = b'{"x":[' + b'[{"a":[]}],' * 20_000 + b"1]}"
+    for _ in range(20):
+        RequestBody(raw)
+
+
+LINEAR = {
+    "backslashes": (b'{"a":"', b"\\\\", b'"}'),
+    "escaped quotes": (b'{"a":"', b'\\"', b'"}'),
+    "mixed escapes": (b'{"a":"', b'\\\\\\"\\\\', b'"}'),
+    "spaces": (b'{"a":', b" ", b"1}"),
+    "numbers": (b'{"a":[', b"1,", b"1]}"),
+    "key": (b'{"', b"\\\\", b'":1}'),
+    "surrogates": (b'{"a":"', b"\\ud800", b'"}'),
+    "nested": (b'{"a":[', b'[[[[["x"]]]]],', b"1]}"),
+}
+
+
+@pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR.keys())
+def test_time_is_linear_in_the_size(case: tuple[bytes, bytes, bytes]) -> None:
+    head, unit, tail = case
+
+    def cost(size: int) -> float:
+        raw = head + unit * (size // len(unit)) + tail
+        best = float("inf")
+        for _ in range(3):
+            start = time.thread_time()
+            RequestBody(raw)
+            best = min(best, time.thread_time() - start)
+        return best
+
+    # Quadratic work would cost 64 times as much.
+    assert cost(1 << 19) < 24 * max(cost(1 << 16), 2e-5)
