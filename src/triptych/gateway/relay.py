@@ -93,19 +93,28 @@ class Relay:
         return Outcome(response.status)
 
     async def _events(self, response: Response) -> Outcome:
-        request = self.request
+        request, idle = self.request, self.deadlines.stream_idle
         scanner = EventScanner(self.limits.event_bytes)
         failure: str | None = None
+
+        def relay(data: bytes) -> bool:
+            nonlocal failure
+            events = scanner.feed(data)
+            if b"error" in events and _tells_error(events):
+                failure = "stream_error"
+            return request.send_nowait(events)
+
         try:
-            async for data in response.chunks(timeout=self.deadlines.stream_idle):
+            # The status line waits for the first whole event: until then a broken stream is still an error of its own.
+            async for data in response.chunks(timeout=idle):
                 events = scanner.feed(data)
-                if not events:
-                    continue
-                if not request.started:
+                if events:
                     await self._begin(response)
-                if b"error" in events and _tells_error(events):
-                    failure = "stream_error"
-                await request.send(events)
+                    if _tells_error(events):
+                        failure = "stream_error"
+                    await request.send(events)
+                    break
+            await response.pump(relay, request.drained, timeout=idle)
             if scanner.pending:
                 raise CutError(self.leg.engine.origin, "the stream ended inside an event")
         except EventTooLarge:
