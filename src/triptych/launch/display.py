@@ -110,7 +110,7 @@ class Display:
 
     def _start_live(self) -> None:
         self._live = Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
-        self._live.start()
+        self._live.start(refresh=True)
 
     def _stop_live(self) -> None:
         if self._live is not None:

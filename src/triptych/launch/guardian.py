@@ -26,7 +26,7 @@ import time
 # tracker to remove shared memory, short enough that a dead launcher's ports and devices are free within two seconds.
 ORPHAN_GRACE = 0.5
 # How long children that the command left behind may take to end after SIGTERM.
-LEFTOVER_GRACE = 1.0
+LEFTOVER_GRACE = 0.5
 NEVER = float("inf")
 
 PR_SET_PDEATHSIG = 1
@@ -69,13 +69,18 @@ def kill(pid: int, number: int) -> None:
 
 def run_command(command: list[str], guardian: int) -> int:
     """The command's pid, in a session of its own. A command that cannot be run exits with 127 and says why."""
+    changed = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
+    # A signal for the command must find its default action, not the guardian's handler, which exec would forget.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, changed)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     try:
         os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
+        for number in changed:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == guardian:
             os.execvp(command[0], command)
