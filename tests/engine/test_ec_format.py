@@ -16,7 +16,7 @@ HEADERS = st.builds(
     key=st.binary(min_size=32, max_size=32),
     dtype=st.sampled_from(list(DTYPES)),
     rows=st.integers(1, 2**32 - 1),
-    width=st.integers(1, 2**31),
+    width=st.integers(1, 2**29),
     checksum=st.binary(min_size=32, max_size=32),
 )
 
