@@ -253,7 +253,17 @@ async def test_loopback_names_are_answered(setup: Setup, host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example:8001", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0", "[::1", "", "a]"],
+    [
+        "evil.example:8001",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "0.0.0.0",
+        "[::1",
+        "",
+        "a]",
+        "localhost:8001.evil.example",
+    ],
 )
 @pytest.mark.parametrize("path", ["/metrics", "/debug/requests", "/", "/nowhere"])
 async def test_other_names_are_refused_on_loopback(setup: Setup, host: str, path: str) -> None:

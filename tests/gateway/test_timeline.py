@@ -120,6 +120,17 @@ def test_server_timing_is_a_valid_header_and_tells_no_engine(clock: Clock) -> No
     assert re.fullmatch(rb"%b(, %b)*" % (metric, metric), value)
 
 
+def test_span_of_legs_ends_with_the_last_to_end(clock: Clock) -> None:
+    t = Timeline("a")
+    slow, quick = (t.leg(name, "encode") for name in ("enc0", "enc1"))
+    clock.now += 0.001
+    quick.end("success")
+    clock.now += 0.004
+    slow.end("success")
+    clock.now += 1
+    assert t.server_timing().startswith(b'encode;dur=5.0;desc="2 legs", ')
+
+
 def test_server_timing_stays_short_with_many_legs(clock: Clock) -> None:
     t = Timeline("a")
     for i in range(1000):

@@ -120,7 +120,7 @@ class Fleet:
             raise ModelRequired(self._index)
         deployment = self._index.get(model)
         if deployment is None:
-            if len(self.deployments) > 1 or self._index:
+            if self._index:
                 raise UnknownModel(model, self._index)
             deployment = self.deployments[0]
         return deployment

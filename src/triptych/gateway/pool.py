@@ -271,7 +271,8 @@ class Pool:
         None where no engine in service is left beside `avoid`. The time to wait is the caller's
         (`asyncio.timeout`); a cancelled wait leaves nothing behind.
         """
-        if not self._waiting and (engine := self.choose(avoid)) is not None:
+        # A place that is free while others wait is one that none of them can use (`_assign`), so nobody is overtaken.
+        if (engine := self.choose(avoid)) is not None:
             return engine.lease()
         if not self._reachable(avoid):
             return None
