@@ -7,6 +7,8 @@ neither side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HttpError(Exception):
     """Base of all errors of this package."""
@@ -15,13 +17,15 @@ class HttpError(Exception):
 class ParseError(HttpError):
     """The bytes of a peer are not HTTP/1 as this package accepts it.
 
-    `status` is what a server answers such a request with: 400, 431, 501 or 505.
+    `status` is what a server answers such a request with: 400, 431, 501 or 505. `events` are those that came before
+    the fault in the same bytes.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
+        self.events: Sequence[object] = ()
 
 
 class UnsafeHeaderError(HttpError, ValueError):

@@ -66,7 +66,11 @@ class _Body:
                 return
         elif self.chunks is not None:
             pieces: list[bytes] = []
-            end = self.chunks.feed(data, at, pieces)
+            try:
+                end = self.chunks.feed(data, at, pieces)
+            except ParseError as error:
+                error.events = (*events, *pieces)
+                raise
             if pieces:
                 events.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
             if end < 0:

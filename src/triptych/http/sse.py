@@ -19,7 +19,9 @@ _EDGE = 4
 
 
 class EventTooLarge(HttpError):
-    """An event has grown over the limit without ending."""
+    """An event has grown over the limit without ending. `ready`: what ended before it in the same bytes."""
+
+    ready: bytes = b""
 
 
 class EventScanner:
@@ -78,7 +80,11 @@ class EventScanner:
             self._clear()
         if end < len(data):
             rest = data[end:]
-            self._keep(rest, rest)
+            try:
+                self._keep(rest, rest)
+            except EventTooLarge as error:
+                error.ready = ready
+                raise
         return ready
 
     def _keep(self, data: bytes, window: bytes) -> None:

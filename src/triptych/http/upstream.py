@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from triptych.http.errors import (
@@ -82,6 +83,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()  # an upstream that speaks unasked
             return
         self._got_bytes = self._fresh = True
+        fault: ParseError | None = None
         try:
             chunks = self._parser.chunks
             if chunks is not None and (payload := chunks.whole(data)) is not None:
@@ -89,19 +91,20 @@ class UpstreamConnection(asyncio.Protocol):
                 if not response.feed(payload):
                     self._hold_back()
                 return
-            events = self._parser.feed(data)
+            events: Sequence[object] = self._parser.feed(data)
         except ParseError as error:
-            kind = HeaderTooLarge if error.status == 431 else GarbageError
-            self._fail(kind(self.pool.origin, error.message))
-            return
+            events, fault = error.events, error
         for event in events:
             if type(event) is bytes:
                 if not response.feed(event):
                     self._hold_back()
             elif event is END:
                 self._end(response)
-            elif event.status >= 200:  # type: ignore[union-attr]
+            elif event.status >= 200:  # type: ignore[attr-defined]
                 response.feed_head(event)  # type: ignore[arg-type]
+        if fault is not None:
+            kind = HeaderTooLarge if fault.status == 431 else GarbageError
+            self._fail(kind(self.pool.origin, fault.message))
 
     def eof_received(self) -> bool:
         self._lost(None)
