@@ -68,7 +68,12 @@ class EncodeStage:
         except (LegError, EngineRefused) as error:
             status = error.status if isinstance(error, LegError) else "http_error"
             self.log.warning(
-                "encode leg failed", request=self.request_id, leg=f"enc{item}", status=status, why=str(error)
+                "encode leg failed",
+                request=self.request_id,
+                leg=f"enc{item}",
+                engine=leg.engine.url if leg is not None else None,
+                status=status,
+                why=str(error),
             )
             if self.strict:
                 raise

@@ -17,6 +17,8 @@ from triptych.http.errors import ConnectError, ResetError, ResponseTooLarge, Ups
 from triptych.http.head import Header
 from triptych.http.request import Buffer
 
+_RETRY_AFTER = 2  # seconds: a probe or two
+
 LegStatus = Literal["success", "timeout", "connect_error", "http_error", "oversize", "invalid_response", "cancelled"]
 
 
@@ -34,7 +36,8 @@ class LegError(Exception):
 
     def api_error(self) -> ApiError:
         """The same failure as the client is told of it."""
-        return ApiError(self.http_status, str(self), reason=f"{self.leg}_{self.status}")
+        wait = _RETRY_AFTER if self.http_status == 503 else None
+        return ApiError(self.http_status, str(self), retry_after=wait, reason=f"{self.leg}_{self.status}")
 
 
 @dataclass(slots=True)
