@@ -1,9 +1,9 @@
 """Simulated engines with a gateway in front, all in the test's event loop, and what must be left of a request: nothing.
 
-    async with Rig("e_p_d", encode_failure="strict") as rig:
-        rig.sim("prefill").faults.add(Fault(kind="reset", path=POSTS))
-        answer = await rig.post(chat(stream=True, images=1))
-        await rig.settled()
+async with Rig("e_p_d", encode_failure="strict") as rig:
+    rig.sim("prefill").faults.add(Fault(kind="reset", path=POSTS))
+    answer = await rig.post(chat(stream=True, images=1))
+    await rig.settled()
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class Rig:
         await eventually(lambda: self.gateway.fleet.probed and self.probes_done, "the first probes", 10.0)
         self._tasks = asyncio.all_tasks()
         for sim in self.all_sims:
+            sim.close_idle()  # a test that wants a connection used before makes one by a request
             sim.reset_seen()
+        await eventually(lambda: not any(p.idle for p in self.gateway.client.pools()), "idle connections", 5.0)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._stack.aclose()

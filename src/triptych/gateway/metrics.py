@@ -139,7 +139,7 @@ class Metrics:
         self._degraded.add((reason,))
 
     def stream_error(self, leg: str, kind: str) -> None:
-        """A stream that had begun broke (`kind` "cut", "timeout", ...), or carried an engine's own error."""
+        """A stream that had begun broke; kind: as a leg's status, `http_error` for an error of the engine's own."""
         self._stream_errors.add((leg, kind))
 
     def stripped(self, kind: str, amount: int = 1) -> None:

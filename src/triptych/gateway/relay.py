@@ -7,8 +7,11 @@ client is told in band.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from triptych.body.answer import AnswerError, null_splices
 from triptych.body.edit import apply
@@ -17,22 +20,31 @@ from triptych.gateway.errors import ApiError
 from triptych.gateway.identity import answer_headers
 from triptych.gateway.settings import Deadlines, Limits
 from triptych.gateway.timeline import Timeline
-from triptych.gateway.upstream import Leg, LegError, failed, read_answer
+from triptych.gateway.upstream import Leg, LegError, LegStatus, failed, read_answer
 from triptych.http.client import Response
 from triptych.http.errors import CutError, UpstreamError
 from triptych.http.head import Header
 from triptych.http.request import Buffer, Request
 from triptych.http.sse import EventScanner, EventTooLarge
 
+# At the beginning of a line: inside of one it is text that a model has written.
+_ERROR_EVENT = re.compile(rb'^(?:data: ?\{"error"|event: ?(?:error|response\.failed)[\r\n])', re.MULTILINE)
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+
 HANDLES = ("ec_transfer_params", "kv_transfer_params")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the relay ended. failure: why the answer is not a good one though it was relayed; None if it is."""
+    """How the relay ended.
+
+    status: of the status line that the client got. failure: why the answer is not a good one though it was relayed,
+    in a word for logs; None if it is. leg: how that leaves the leg.
+    """
 
     status: int
     failure: str | None = None
+    leg: LegStatus = "success"
 
 
 @dataclass(slots=True)
@@ -64,44 +76,61 @@ class Relay:
         kind = _content_type(response.headers)
         if kind == b"text/event-stream" and response.status < 300:
             return await self._events(response)
-        if kind == b"application/json" or response.status >= 300:
+        if kind == b"application/json" or response.status >= 300 or response.length is not None:
             return await self._whole(response, is_json=kind == b"application/json")
         return await self._bytes(response)
 
     async def _whole(self, response: Response, *, is_json: bool) -> Outcome:
         body = await read_answer(self.leg, response, self.limits.answer_bytes, self.deadlines.stream_idle)
         segments: Buffer | Sequence[Buffer] = body
+        if is_json and response.status < 300:
+            try:
+                _check_json(body)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                message = f"{self.leg} answered {response.status} with what is not JSON: {error}"
+                raise LegError(self.leg.name, "invalid_response", message) from None
         if is_json and not self.keep_handles and b"_transfer_params" in body:
             try:
                 segments = apply(body, null_splices(body, HANDLES))
             except AnswerError as error:
                 raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from error
         await self.request.respond(response.status, self._head(response), segments)
-        return Outcome(response.status, f"http_{response.status}" if response.status >= 400 else None)
+        if response.status >= 400:
+            return Outcome(response.status, f"http_{response.status}", "http_error")
+        return Outcome(response.status)
 
     async def _bytes(self, response: Response) -> Outcome:
-        """Anything else (sound, say) as it comes. A cut one cannot be told of, so the connection is dropped."""
+        """Anything else of unknown length (sound, say) as it comes.
+
+        A cut one cannot be told of once it has begun, so the connection is dropped.
+        """
         request = self.request
-        await request.start(response.status, self._head(response), length=response.length)
         try:
             async for data in response.chunks(timeout=self.deadlines.stream_idle):
+                if not request.started:
+                    await request.start(response.status, self._head(response))
                 await request.send(data)
         except UpstreamError as error:
+            broken = failed(self.leg, error)
+            if not request.started:
+                raise broken from error
             request.abort()
-            return Outcome(response.status, failed(self.leg, error).status)
+            return Outcome(response.status, f"{broken.leg}_{broken.status}", broken.status)
+        if not request.started:
+            await request.start(response.status, self._head(response))
         await request.finish()
         return Outcome(response.status)
 
     async def _events(self, response: Response) -> Outcome:
         request, idle = self.request, self.deadlines.stream_idle
         scanner = EventScanner(self.limits.event_bytes)
-        failure: str | None = None
+        told = False
 
         def relay(data: bytes) -> bool:
-            nonlocal failure
+            nonlocal told
             events = scanner.feed(data)
             if b"error" in events and _tells_error(events):
-                failure = "stream_error"
+                told = True
             return request.send_nowait(events)
 
         try:
@@ -110,14 +139,17 @@ class Relay:
                 events = scanner.feed(data)
                 if events:
                     await self._begin(response)
-                    if _tells_error(events):
-                        failure = "stream_error"
+                    told = _tells_error(events)
                     await request.send(events)
                     break
             await response.pump(relay, request.drained, timeout=idle)
             if scanner.pending:
                 raise CutError(self.leg.engine.origin, "the stream ended inside an event")
-        except EventTooLarge:
+        except EventTooLarge as error:
+            if error.ready:
+                if not request.started:
+                    await self._begin(response)
+                await request.send(error.ready)
             message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
             return await self._broken(LegError(self.leg.name, "oversize", message))
         except UpstreamError as error:
@@ -125,7 +157,9 @@ class Relay:
         if not request.started:
             await self._begin(response)
         await request.finish()
-        return Outcome(response.status, failure)
+        if told:
+            return Outcome(response.status, f"{self.leg.name}_stream_error", "http_error")
+        return Outcome(response.status)
 
     async def _begin(self, response: Response) -> None:
         self.first_token()
@@ -139,7 +173,7 @@ class Relay:
         request.keep_alive = False
         await request.send(error.api_error().event(self.api))
         await request.finish()
-        return Outcome(200, f"{error.leg}_{error.status}")
+        return Outcome(200, f"{error.leg}_{error.status}", error.status)
 
     def _head(self, response: Response) -> list[Header]:
         return [*answer_headers(response.headers), *self.own_headers, (b"server-timing", self.timeline.server_timing())]
@@ -154,4 +188,4 @@ def _content_type(headers: list[Header]) -> bytes:
 
 def _tells_error(events: bytes) -> bool:
     """Whether an engine tells an error in its stream: vLLM's `data: {"error": ...}`, or an event of that name."""
-    return b'data: {"error"' in events or b"event: error" in events or b"event: response.failed" in events
+    return _ERROR_EVENT.search(events) is not None

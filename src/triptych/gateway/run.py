@@ -240,10 +240,10 @@ async def answer(  # noqa: PLR0917 - one request's whole context
     except LegError as error:
         leg.status = error.status
         raise
-    if outcome.failure is None:
-        leg.status = "success"
-    else:
-        leg.status = "http_error" if outcome.status >= 400 else "invalid_response"
-        if request.started and outcome.status < 400:
-            metrics.stream_error(leg.role, outcome.failure)
+    except ApiError:  # the engine's answer was such that the client gets another one
+        leg.status = "http_error"
+        raise
+    leg.status = outcome.leg
+    if outcome.failure is not None and outcome.status < 400:
+        metrics.stream_error(leg.role, outcome.leg)
     return outcome
