@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +16,10 @@ from triptych.sim.media import Item, PartReader
 
 Api = Literal["chat", "completions", "responses", "messages", "embeddings", "transcriptions"]
 CHARS_PER_TOKEN = 4
+# Looked for all at once: most requests have none of them, and a load test sends many.
+RARE = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "priority"})
+MM_KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
+LIMITS = frozenset({"min_tokens", "ignore_eos"})
 
 
 @dataclass(slots=True)
@@ -113,7 +117,7 @@ def required(body: dict[str, Any], key: str) -> Any:
 def reader(body: dict[str, Any], config: SimConfig, known: dict[str, str]) -> PartReader:
     """The reader of this request's media parts, after the checks on what may go with them."""
     kwargs = ""
-    for key in ("mm_processor_kwargs", "media_io_kwargs"):
+    for key in MM_KWARGS if not MM_KWARGS.isdisjoint(body) else ():
         value = typed(body, key, (dict,))
         if value:
             if not config.trust_mm_kwargs:
@@ -141,13 +145,15 @@ def base(body: dict[str, Any], api: Api, config: SimConfig, header: Callable[[by
         model=name if name in config.loras else config.model,
         weights=name if name in config.loras else config.model,
         prompts=[],
-        request_id=given.decode("latin-1") if given else uuid.uuid4().hex[:16],
+        request_id=given.decode("latin-1") if given else os.urandom(8).hex(),
         stream=bool(typed(body, "stream", (bool,), False)),
-        kv=typed(body, "kv_transfer_params", (dict,)),
-        ec=typed(body, "ec_transfer_params", (dict,)),
         rank=int(rank) if rank and rank.isdigit() else None,
         request=body,
     )
+    if RARE.isdisjoint(body):
+        return job
+    job.kv = typed(body, "kv_transfer_params", (dict,))
+    job.ec = typed(body, "ec_transfer_params", (dict,))
     _xargs(body, job)
     if typed(body, "priority", (int,), 0) and not config.priority_scheduling:
         raise invalid(f"Got priority {body['priority']} but Priority scheduling is not enabled.")
@@ -193,6 +199,8 @@ def limits(job: Job, config: SimConfig, name: str, value: Any, default: int | No
             limit,
         )
     job.max_tokens = room if limit is None else limit
+    if LIMITS.isdisjoint(job.request):
+        return
     job.min_tokens = typed(job.request, "min_tokens", (int,), 0)
     job.ignore_eos = bool(typed(job.request, "ignore_eos", (bool,), False))
     if job.min_tokens < 0:
@@ -201,15 +209,14 @@ def limits(job: Job, config: SimConfig, name: str, value: Any, default: int | No
         raise invalid(f"min_tokens must be less than or equal to max_tokens={job.max_tokens}, got {job.min_tokens}.")
 
 
-def prompt_of(texts: list[str], parts: PartReader, start: int = 0, first: int = 0) -> Prompt:
-    """A prompt of texts and of the items read since index `first`, laid out in order of their markers."""
+def prompt_of(texts: list[str], parts: PartReader) -> Prompt:
+    """The prompt of a request: its texts, with the items that were read laid out at their markers."""
     text = "\n".join(texts)
-    items = parts.items[first:]
     at = 0
     extra = 0
-    for item in items:
+    for item in parts.items:
         found = text.find(f"<|{item.modality}|>", at)
         at = found + 1 if found >= 0 else at
         item.offset = count_tokens(text[:at]) + extra
         extra += item.rows
-    return Prompt(text, count_tokens(text) + extra + 1, items, parts.prompt_embeds[start:])
+    return Prompt(text, count_tokens(text) + extra + 1, parts.items, parts.prompt_embeds)

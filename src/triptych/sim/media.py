@@ -209,8 +209,8 @@ class PartReader:
         if not isinstance(value, str):
             raise malformed_part(modality, value)
         # A data URL is its payload, however the media type is spelled; a web address stands for what it names.
-        payload = value.partition(",")[2] if value.startswith("data:") else value
-        raw = payload.encode("utf-8", "surrogatepass")
+        whole = value.encode("utf-8", "surrogatepass")
+        raw = memoryview(whole)[whole.find(b",") + 1 if value.startswith("data:") else 0 :]
         content = digest(raw)
         identifier = self._identifier(content, uuid)
         self.remembered.append((identifier, content))

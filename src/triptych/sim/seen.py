@@ -88,12 +88,15 @@ class Seen:
 
     def enter(self) -> None:
         self.in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.in_flight)
-        self.touch()
+        if self.in_flight > self.max_in_flight:  # noqa: PLR1730 (twice as fast)
+            self.max_in_flight = self.in_flight
+        if self._watchers:
+            self.touch()
 
     def leave(self) -> None:
         self.in_flight -= 1
-        self.touch()
+        if self._watchers:
+            self.touch()
 
     def reset(self) -> None:
         """All counters to zero; requests in flight stay counted."""
@@ -104,7 +107,7 @@ class Seen:
 
     def touch(self) -> None:
         """Something changed: wake those who wait for it."""
-        for watcher in list(self._watchers) if self._watchers else ():
+        for watcher in list(self._watchers):
             holds, future = watcher
             if not future.done() and holds():
                 future.set_result(None)
