@@ -54,7 +54,7 @@ _ROOTS: Final[dict[str, tuple[str, ...]]] = {
 _TOOL_OUTPUTS: Final = frozenset({"function_call_output", "custom_tool_call_output"})
 _FAST_LIMIT: Final = 1 << 18
 _MAX_NESTING: Final = 16
-_HEAD: Final = re.compile(rb'(?:\\u[0-9a-fA-F]{4}|\\.|[^\\"]){5}', re.DOTALL)
+_HEAD: Final = re.compile(rb'(?:\\u[0-9a-fA-F]{4}|\\[^u]|[^\\"]){5}', re.DOTALL)
 _NOTHING: Final = {
     "chat": Media(),
     "completions": Media(takes_handles=True, takes_uuid=False),
@@ -194,8 +194,8 @@ class _Walk:
                     type_ in _TOOL_OUTPUTS or (role == "assistant" and self.starts_with_text(content.value))
                 )
                 self.parts(content.value, live=live and not unread)
-        if output is not None and self.raw[output.value] in b"[{":
-            self.parts(output.value, live=live and self.api == "responses" and type_ in _TOOL_OUTPUTS)
+        if output is not None and self.api == "responses" and self.raw[output.value] in b"[{":
+            self.parts(output.value, live=live and type_ in _TOOL_OUTPUTS)
         return end
 
     def parts(
