@@ -113,8 +113,8 @@ class Log:
         method = clean(method)
         path = clean(path)
         model = clean(t.model)
-        first = None if t.first is None else round((t.first - t.began) * 1e3, 1)
-        ms = round(t.seconds * 1e3, 1)
+        first = None if t.first is None else int((t.first - t.began) * 1e4) / 10  # round() costs six times as much
+        ms = int(t.seconds * 1e4) / 10
         if self.json:
             record = _Access(
                 self._now(),
