@@ -57,7 +57,15 @@ class Sim:
 
     async def start(self) -> Self:
         """Listen. After a `stop` or a death: again, on the same port, with an engine that has forgotten everything
-        but its counters."""
+        but its counters. Raises OSError where a port is taken."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def _start(self) -> None:
         config = self.config
         self.died.clear()
         for rank in range(config.dp_size):
@@ -72,7 +80,6 @@ class Sim:
         self._server = Server(app.handle, limits, on_bad_request=_bad_request)
         addresses = await self._server.start(config.host, self.port or config.port)
         self.port = addresses[0][1]
-        return self
 
     async def stop(self) -> None:
         """Close every connection and stop listening."""
