@@ -105,10 +105,10 @@ class ChatWire:
         for index in range(job.n):
             delta = {"role": job.role, "content": ""}
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            chunk = self._chunk(job, [choice]) | {"prompt_token_ids": None, "prompt_text": None}
+            chunk = self._chunk(job, [choice])
             if job.continuous_usage:
                 chunk["usage"] = short_usage(prompt_tokens, 0)
-            events.append(event(chunk))
+            events.append(event(chunk | {"prompt_token_ids": None, "prompt_text": None}))
         return events
 
     def start(self, answer: Answer) -> list[bytes]:
