@@ -41,7 +41,7 @@ class Rig:
     """A plan's engines and a gateway. Entered, every engine has been probed once; there is no second probe.
 
     engines: how many of each role (1). sims: fields of the simulators by role. deadlines, limits, health, and other
-    settings as the gateway's. On leaving it checks that no socket, no task and no unhandled error is left, unless
+    settings as the gateway's. elsewhere: a port, by role, that stands for that engine. On leaving it checks that no socket, no task and no unhandled error is left, unless
     `errors_expected`.
     """
 
@@ -53,6 +53,7 @@ class Rig:
         sims: Mapping[str, Mapping[str, Any]] | None = None,
         health: Mapping[str, Any] | None = None,
         ec: str = "example",
+        elsewhere: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> None:
         self.plan = plan
@@ -63,6 +64,7 @@ class Rig:
         self.running: Running
         self._engines = engines or {}
         self._sims = sims or {}
+        self._elsewhere = elsewhere or {}
         self._settings = settings
         self._health = {"interval": 3600, **(health or {})}
         self._stack = AsyncExitStack()
@@ -99,6 +101,7 @@ class Rig:
         if self.ec == "mooncake":
             consumers = "prefill" if split else "combined"
             lists[consumers] = [{"url": sim.url, "ec_zmq": list(sim.zmq_addresses)} for sim in self.pools[consumers]]
+        lists |= {role: [f"http://127.0.0.1:{port}"] for role, port in self._elsewhere.items()}
         settings = GatewaySettings.model_validate(
             {
                 "listen": "127.0.0.1:0",
@@ -112,6 +115,8 @@ class Rig:
         log = Log("json", "debug", write=self.lines.append)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(settings, log))
+        if self._elsewhere:
+            await self._know_by_word()
         await eventually(lambda: self.gateway.fleet.probed and self.probes_done, "the first probes", 10.0)
         self._tasks = asyncio.all_tasks()
         for sim in self.all_sims:
@@ -128,6 +133,17 @@ class Rig:
             await eventually(lambda: not left(), lambda: f"sockets: {left()}", 2.0)
         assert not self.unhandled, self.unhandled
         assert not self.errors, self.errors
+
+    async def _know_by_word(self) -> None:
+        """Say of the engines that are elsewhere that they are alive, since no probe would."""
+        urls = {f"http://127.0.0.1:{port}" for port in self._elsewhere.values()}
+        unknown = [e for e in self.gateway.fleet.engines() if e.url in urls]
+        for engine in unknown:
+            engine.probed(None)
+            engine.reported([{"id": "sim"}])
+        probes = [t for t in asyncio.all_tasks() if any(t.get_name() == f"probe {url}" for url in urls)]
+        for task in probes:
+            task.cancel()
 
     # --- parts
 

@@ -110,22 +110,24 @@ class Connection(asyncio.BufferedProtocol):
     def _parse(self, data: bytes) -> None:
         parser = self._parser
         if parser.ended:
-            # The next request, early. Reading goes on (or a client that leaves would go unnoticed), so there is
-            # a bound.
             parser.rest += data
-            if len(parser.rest) > self.limits.pipelined_bytes:
-                parser.rest = b""
-                self.last_request = self._discarding = True
-            return
-        try:
-            events = parser.feed(data)
-        except ParseError as error:
-            self._refuse(error)
-            return
-        self._handle(events)
+        else:
+            try:
+                events = parser.feed(data)
+            except ParseError as error:
+                self._refuse(error)
+                return
+            self._handle(events)
+        if len(parser.rest) > self.limits.pipelined_bytes:
+            # Further requests, early. Reading goes on (or a client that leaves would go unnoticed), so what comes is
+            # thrown away: a client has to send again what was not answered when the connection closes.
+            parser.rest = b""
+            self.last_request = self._discarding = True
 
     def eof_received(self) -> bool:
         self._left()
+        if self._task is not None:
+            self.abort()  # a half-closed client that takes nothing would hold its answer for the write deadline
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -224,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _after(self, request: Request) -> None:
         self._request = None
-        if self._closing:
+        if self._closing or self.gone:
             return
         if not request.body_ended:
             self._linger()
