@@ -19,11 +19,13 @@ async def main() -> None:
         await supervisor.start()
         children = [process.child for process in supervisor.processes.values()]
         pids = [pid for child in children if child for pid in (child.pid, child._process.pid)]
-        if "fork" in sys.argv and os.fork() == 0:
-            # A fork that was never meant to know of the channels keeps them open after the launcher's death.
-            print("fork", os.getpid(), flush=True)
-            sys.stdin.read()
-            os._exit(0)
+        if "fork" in sys.argv:
+            # One that was never meant to know of the channels keeps them open after the launcher's death.
+            fork = os.fork()
+            if fork == 0:
+                sys.stdin.read()
+                os._exit(0)
+            print(f"fork {fork}")
         print("ready", *pids, flush=True)
         await asyncio.get_running_loop().create_future()
 

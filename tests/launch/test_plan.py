@@ -93,6 +93,13 @@ NIXL = {"kv_connector": "NixlConnector"}
             id="nixl-decode-takes-no-encoder-output",
         ),
         pytest.param(
+            {"engines": EPD},
+            "decode-0",
+            TRIPTYCH | {"ec_role": "ec_consumer"} | MODULE | MEMORY,
+            NIXL | {"kv_role": "kv_consumer", "kv_buffer_device": "cpu"},
+            id="nixl-decode-with-our-connector-takes-it",
+        ),
+        pytest.param(
             {"engines": EPD, "ec": "example", "kv": "example"},
             "prefill-0",
             {"ec_connector": "ECExampleConnector", "ec_role": "ec_consumer", "ec_connector_extra_config": FILES},
@@ -303,6 +310,17 @@ def test_engines_that_share_a_device_start_one_after_another() -> None:
                 "decode": ["http://127.0.0.1:7002"],
                 "ec": "example",
                 "kv": "example",
+                "decode_ec_consumer": True,
+            },
+        ),
+        (
+            {"engines": EPD},
+            {
+                "encode": ["http://127.0.0.1:7000"],
+                "prefill": ["http://127.0.0.1:7001"],
+                "decode": ["http://127.0.0.1:7003"],
+                "ec": "example",
+                "kv": "nixl",
                 "decode_ec_consumer": True,
             },
         ),

@@ -164,9 +164,9 @@ async def test_an_exit_while_starting_fails_the_start_with_name_code_and_last_li
 
 
 async def test_never_healthy_names_the_process_the_address_and_the_deadline(ports: Reservations) -> None:
-    never = spec("never", ports, "unready", start_timeout=0.3)
+    never = spec("never", ports, "unready", start_timeout=1.5)
     supervisor = Supervisor([never], policy=QUICK)
-    with pytest.raises(StartError, match=r"^never was not ready on http.*/health after 0\.3 s$") as caught:
+    with pytest.raises(StartError, match=r"^never was not ready on http.*/health after 1\.5 s$") as caught:
         await supervisor.start()
     assert caught.value.last == ("starting unready",)
 

@@ -27,9 +27,13 @@ def ec_role(topology: Topology, role: Role) -> str | None:
         return None
     if role == "encode":
         return "ec_producer"
-    # KV in files comes in whole blocks: decode computes the tail itself, and an image may reach into the tail.
-    if role == "decode" and topology.kv.connector != "example":
-        return None
+    if role == "decode":
+        # KV in files comes in whole blocks: decode computes the tail itself, and an image may reach into the tail.
+        needed = topology.kv.connector == "example"
+        # Without KV and without a connector vLLM 0.32 dies of a part that is metadata only. Ours asks nothing of the
+        # request, so decode can always have it: it then finds the item, or fails that request alone.
+        harmless = topology.ec.connector == "triptych"
+        return "ec_consumer" if needed or harmless else None
     return "ec_consumer"
 
 
