@@ -15,7 +15,7 @@ _SIZE = re.compile(rb"([0-9a-fA-F]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _CHUNK_START = re.compile(rb"([0-9a-fA-F]{1,15})\r\n")
 _SIZE_PREFIX = re.compile(rb"[0-9a-fA-F]{1,15}(?:;[\t\x20-\x7e\x80-\xff]*)?\r?")
 _TRAILERS = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
-_BAD_TRAILER = re.compile(rb"[^\r]\n|\r[^\n]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_BAD_TRAILER = re.compile(rb"(?<!\r)\n|\r[^\n]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 MAX_SIZE_LINE = 256
 """Bytes of one chunk-size line with its extensions."""

@@ -27,7 +27,7 @@ CHUNKED = -2
 
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _TARGET_BYTES = bytes(b for b in range(0x21, 0x7F) if b != 0x23)
-_ABSOLUTE = re.compile(rb"https?://[^/?#@]+", re.IGNORECASE)
+_ABSOLUTE = re.compile(rb"https?://[^/?#@]+(?=[/?]|$)", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
 _READ_HERE = _FRAMING | {b"expect"}
@@ -96,10 +96,11 @@ class _HeadReader:
     def _feed(self, data: bytes, at: int) -> tuple[bytes, list[Header], int] | None:
         """Feed `data[at:]`; returns start line, headers and the offset behind the head once it is whole."""
         parser = self._parser
-        end = data.find(b"\r\n\r\n", at) + 4
-        if parser is None and end > 3 and data[at] > 0x20:
+        end = data.find(b"\r\n\r\n", at)
+        if end >= 0:
+            end += 4
+        if parser is None and end >= 0 and data[at] > 0x20:
             # The usual case, a whole head at once.
-            block = data[at:end]
             parser = self._begin()
         else:
             if parser is None:
@@ -110,9 +111,11 @@ class _HeadReader:
                 if at == size:
                     return None
                 parser = self._parser = self._begin()
+            # The blank line may have begun in what was fed before, or been one of those skipped.
             seam = (self._tail + data[at : at + 3]).find(b"\r\n\r\n")
-            end = at + seam + 4 - len(self._tail) if seam >= 0 else data.find(b"\r\n\r\n", at) + 4
-            block = data[at:end] if end > 3 else data[at:]
+            found = at + seam - len(self._tail) if seam >= 0 else data.find(b"\r\n\r\n", at)
+            end = -1 if seam < 0 and found < 0 else found + 4
+        block = data[at:end] if end >= 0 else data[at:]
         self._size += len(block)
         if self._size > self.limit:
             raise ParseError(f"header section is larger than {self.limit} bytes", 431)
@@ -122,7 +125,7 @@ class _HeadReader:
             pass  # the head is complete; other protocols are not spoken here
         except httptools.HttpParserError as error:
             raise ParseError(str(error) or "malformed head") from None
-        if end < 4:
+        if end < 0:
             self._parts.append(block)
             self._tail = (self._tail + block)[-3:]
             return None
