@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import ssl
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import trustme
 
 from tests.sim.conftest import Client, audio, image, user
 from tests.sim.raw import Raw, chat
@@ -120,6 +123,27 @@ async def test_messages_whole_streamed_and_refused() -> None:
     assert text == answer["content"][0]["text"]
     assert status == 404
     assert json.loads(refused)["type"] == "error"
+
+
+async def test_messages_ignore_what_that_api_does_not_have() -> None:
+    body = {"model": "sim", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    async with Sim() as sim, Raw(sim) as raw:
+        raw.send(body | {"mm_processor_kwargs": {"a": 1}, "priority": 3, "min_tokens": 9}, "/v1/messages")
+        assert (await raw.answer())[0] == 200
+        raw.send(body | {"max_tokens": "many"}, "/v1/messages")
+        assert (await raw.answer())[0] == 400
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    async with Sim(tls=context) as sim, openai.DefaultAsyncHttpxClient(verify=trust) as pool:
+        assert sim.url.startswith("https://")
+        answer = await pool.get(f"{sim.url}/version")
+        assert answer.json() == {"version": "0.32.0"}
 
 
 async def test_transcription_of_an_upload(client: Client) -> None:

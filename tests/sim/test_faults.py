@@ -244,7 +244,7 @@ async def test_close_after_a_whole_answer_says_nothing() -> None:
 
 async def test_idle_connections_can_be_closed_and_busy_ones_stay() -> None:
     async with Sim() as sim, Raw(sim) as idle, Raw(sim) as busy:
-        sim.faults.add(Fault(kind="hang", seconds=0.1))
+        sim.faults.add(Fault(kind="hang"))
         busy.send(chat())
         await sim.seen.until(lambda: sim.seen.faults["hang"] == 1)
         idle.send(chat())
@@ -252,7 +252,7 @@ async def test_idle_connections_can_be_closed_and_busy_ones_stay() -> None:
         await sim.seen.until(lambda: sim.seen.in_flight == 1)
         assert sim.close_idle() == 1
         assert await idle.rest() == b""
-        assert (await busy.answer())[0] == 200
+        assert sim.connections == 1
 
 
 async def test_die_cuts_this_request_and_refuses_the_next() -> None:
@@ -270,6 +270,17 @@ async def test_die_cuts_this_request_and_refuses_the_next() -> None:
             assert (await raw.answer())[0] == 200
 
 
+async def test_one_rule_given_to_two_engines_counts_down_in_each() -> None:
+    rule = Fault(kind="status", status=418)
+    async with Sim() as one, Sim() as two:
+        for sim in (one, two):
+            sim.faults.add(rule)
+        for sim in (one, two):
+            async with Raw(sim) as raw:
+                raw.send(chat())
+                assert (await raw.answer())[0] == 418
+
+
 async def test_killed_engine_cuts_what_runs() -> None:
     async with Sim() as sim, Raw(sim) as raw:
         sim.faults.add(Fault(kind="hang_body"))
@@ -279,6 +290,7 @@ async def test_killed_engine_cuts_what_runs() -> None:
         await sim.kill()
         assert await raw.rest() == b""
         assert sim.died.is_set()
+        assert sim.seen.cancels == []
 
 
 async def test_dead_engine_that_stays_up_is_unhealthy() -> None:
@@ -408,7 +420,7 @@ async def test_client_that_leaves_while_the_engine_works_or_streams_is_recorded(
             await sim.seen.until(lambda: sim.seen.in_flight == 1)
         await sim.seen.until(lambda: sim.seen.in_flight == 0)
         assert sim.seen.cancels[0].moment == "working"
-    async with Sim(costs={"token": 0.02}) as sim:
+    async with Sim(costs={"token": 60}) as sim:
         async with Raw(sim) as raw:
             raw.send(STREAM)
             await raw.head()
@@ -416,7 +428,7 @@ async def test_client_that_leaves_while_the_engine_works_or_streams_is_recorded(
         await sim.seen.until(lambda: sim.seen.in_flight == 0)
         (cancel,) = sim.seen.cancels
     assert cancel.moment == "streaming"
-    assert 1 <= cancel.events <= 3
+    assert cancel.events == 1
 
 
 async def test_costs_add_up() -> None:
@@ -431,9 +443,8 @@ async def test_costs_add_up() -> None:
 
 async def test_max_in_flight() -> None:
     async with Sim() as sim, Raw(sim) as one, Raw(sim) as two:
-        sim.faults.add(Fault(kind="hang", seconds=0.05, count=2))
+        sim.faults.add(Fault(kind="hang", count=None))
         one.send(chat())
         two.send(chat())
-        await one.answer()
-        await two.answer()
-        assert (sim.seen.in_flight, sim.seen.max_in_flight) == (0, 2)
+        await sim.seen.until(lambda: sim.seen.in_flight == 2)
+    assert (sim.seen.in_flight, sim.seen.max_in_flight) == (0, 2)

@@ -79,6 +79,13 @@ async def test_consumer_takes_the_encoders_output_and_answers_as_a_plain_engine(
         assert not consumer.seen.encodes
 
 
+async def test_engine_that_is_both_answers_tokens_and_handles(client: Client) -> None:
+    async with Sim(ec="example", ec_dir=MemoryStore(), ec_role="both") as both, Sim() as plain:
+        got = await ask(client(both), user("?", image("AA")))
+        assert text(got) == text(await ask(client(plain), user("?", image("AA"))))
+        assert len(got.ec_transfer_params) == 1
+
+
 @pytest.mark.parametrize("dialect", ["example", "eccpu"])
 async def test_raw_media_without_a_stored_item_is_encoded_here(client: Client, dialect: Any) -> None:
     async with Sim(ec=dialect, ec_dir=MemoryStore()) as consumer, Sim() as plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def _milliseconds(name: str, what: str) -> Callable[[Command], Command]:
 @click.option("--api-key", help="Key that requests under /v1 must carry.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=0, show_default=True, help="0: any free port.")
+@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False), help="Certificate chain (PEM).")
+@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False), help="Its key (PEM).")
 @click.option("--side-port", default=0, help="Port that handles name for peers. 0: any free port.")
 @click.option(
     "--ec",
@@ -113,6 +116,12 @@ def sim(ctx: click.Context, /, engines: Path | None, faults: tuple[str, ...], **
     from triptych.sim.faults import convert
     from triptych.sim.serve import read_engines, serve
 
+    cert, key = flags.pop("tls_cert"), flags.pop("tls_key")
+    if cert or key:
+        if not cert:
+            raise click.UsageError("--tls-key: needs --tls-cert too")
+        flags["tls"] = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        flags["tls"].load_cert_chain(cert, key)
     costs = {name: flags.pop(f"{name}_ms") / 1000 for name in ("request", "item", "prompt_token", "token", "mb")}
     try:
         rules = [convert(json.loads(fault)) for fault in faults]

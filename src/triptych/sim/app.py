@@ -50,6 +50,8 @@ class App:
         self.seen = seen
         self.faults = faults
         self._admin = admin
+        self.closing = False
+        """the engine is stopped by its owner: what breaks off now is no client's doing"""
         self._key = config.api_key.encode() if config.api_key else None
 
     async def handle(self, request: Request) -> None:
@@ -70,6 +72,8 @@ class App:
         except Ended:
             pass
         except (asyncio.CancelledError, ClientGone):
+            if self.closing:
+                raise
             given = request.header(b"x-request-id")
             name = given.decode("latin-1") if given else ""
             streaming = moment.delivery is not None and request.started

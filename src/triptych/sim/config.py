@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -98,6 +99,7 @@ class SimConfig:
     """keep the last N request bodies and headers for `seen`"""
     host: str = "127.0.0.1"
     port: int = 0
+    tls: ssl.SSLContext | None = None
     side_port: int = 0
     """port of the side channel that `peer_port`, `remote_port` and `consumer_zmq` name"""
 

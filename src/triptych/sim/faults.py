@@ -79,7 +79,8 @@ class Faults:
 
     def add(self, *rules: Fault | dict[str, Any]) -> None:
         """Raises `ValueError` that names the field at fault."""
-        self.rules.extend(rule if isinstance(rule, Fault) else convert(rule) for rule in rules)
+        # Copies: a rule counts down, and one may be given to several engines.
+        self.rules.extend(msgspec.structs.replace(r) if isinstance(r, Fault) else convert(r) for r in rules)
 
     def clear(self) -> None:
         self.rules.clear()

@@ -14,7 +14,7 @@ from triptych.sim.media import PartReader
 
 HeaderOf = Callable[[bytes], bytes | None]
 Known = dict[str, str]
-PAIR = 2
+NOT_IN_MESSAGES = frozenset({"mm_processor_kwargs", "media_io_kwargs", "priority", "session_id", "min_tokens", "n"})
 MEDIA_IN_RESPONSES = ("input_text", "input_image", "input_file", "output_text", "refusal")
 
 
@@ -82,8 +82,9 @@ def messages(body: dict[str, Any], config: SimConfig, header: HeaderOf, known: K
     """`/v1/messages`. Unknown keys of a block, `uuid` among them, are dropped as vLLM drops them."""
     if not required(body, "model"):
         raise malformed("{'type': 'value_error', 'loc': 'body.model'}", "body.model")
+    body = {key: value for key, value in body.items() if key not in NOT_IN_MESSAGES}
     job = base(body, "messages", config, header)
-    limit = required(body, "max_tokens")
+    required(body, "max_tokens")
     conversation = required(body, "messages")
     parts = reader(body, config, known)
     texts = []
@@ -101,7 +102,7 @@ def messages(body: dict[str, Any], config: SimConfig, header: HeaderOf, known: K
     job.remembered = parts.remembered
     job.include_usage = True
     job.continuous_usage = True
-    limits(job, config, "max_tokens", limit if isinstance(limit, int) else None)
+    limits(job, config, "max_tokens", typed(body, "max_tokens", (int,)))
     return job
 
 

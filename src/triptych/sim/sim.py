@@ -47,6 +47,7 @@ class Sim:
         self._sides: list[SideServer] = []
         self._server: Server | None = None
         self._engine: Engine | None = None
+        self._app: App | None = None
         self._dying: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -75,10 +76,10 @@ class Sim:
             self._sides.append(side)
         self.side_ports = [side.port for side in self._sides]
         self._engine = Engine(config, self.seen, self.side_ports[0], self._on_death)
-        app = App(config, self._engine, self.seen, self.faults, self._admin)
+        self._app = app = App(config, self._engine, self.seen, self.faults, self._admin)
         limits = ServerLimits(keep_alive_timeout=config.keep_alive, body_timeout=3600.0, write_timeout=3600.0)
         self._server = Server(app.handle, limits, on_bad_request=_bad_request)
-        addresses = await self._server.start(config.host, self.port or config.port)
+        addresses = await self._server.start(config.host, self.port or config.port, ssl=config.tls)
         self.port = addresses[0][1]
 
     async def stop(self) -> None:
@@ -87,6 +88,8 @@ class Sim:
             self._dying.cancel()
             await asyncio.wait([self._dying])
         self._dying = None
+        if self._app is not None:
+            self._app.closing = True
         server, self._server = self._server, None
         if server is not None:
             await server.close()
@@ -141,7 +144,8 @@ class Sim:
     @property
     def url(self) -> str:
         """Address, without a slash at the end."""
-        return f"http://{self.config.host}:{self.port}"
+        scheme = "http" if self.config.tls is None else "https"
+        return f"{scheme}://{self.config.host}:{self.port}"
 
     @property
     def zmq(self) -> str:
