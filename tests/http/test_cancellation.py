@@ -47,7 +47,7 @@ async def before_the_head_with_a_deadline(client: Client, origin: Origin, waitin
 
 async def mid_write(client: Client, origin: Origin, waiting: asyncio.Event) -> None:
     waiting.set()
-    await client.request(origin, b"POST", b"/", [], b"x" * 50_000_000)
+    await client.request(origin, b"POST", b"/", [], b"x" * 16_000_000)
 
 
 async def mid_write_of_a_stream(client: Client, origin: Origin, waiting: asyncio.Event) -> None:
@@ -108,7 +108,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 5, 50])
+@pytest.mark.parametrize("turns", [0, 1, 3, 20])
 @pytest.mark.parametrize(("script", "call"), MATRIX)
 async def test_a_cancelled_call_leaves_no_connection(client, upstream, script, call, turns):
     up = await upstream(script)

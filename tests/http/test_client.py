@@ -484,7 +484,7 @@ async def test_an_early_response_is_delivered_and_its_connection_not_used_again(
             gone.append(True)
 
     up = await upstream(script)
-    response = await client.request(up.origin, b"POST", b"/", [], endless() if streamed else b"x" * 50_000_000)
+    response = await client.request(up.origin, b"POST", b"/", [], endless() if streamed else b"x" * 16_000_000)
     assert response.status == 413
     assert await response.read(100) == b"too large"
     pool = client.pools()[0]
@@ -504,7 +504,7 @@ async def test_an_early_response_still_streams(client, upstream):
         await asyncio.Event().wait()
 
     up = await upstream(script)
-    response = await client.request(up.origin, b"POST", b"/", [], b"x" * 50_000_000)
+    response = await client.request(up.origin, b"POST", b"/", [], b"x" * 16_000_000)
     go.set()
     assert await response.read(100) == b"end"
     assert not client.pools()[0].idle

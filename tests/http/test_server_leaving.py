@@ -279,7 +279,7 @@ async def test_an_idle_connection_is_closed_after_the_keep_alive_time(serve, con
 async def test_a_client_that_takes_nothing_stalls_the_write_and_loses_its_connection(serve, connect, whole):
     async def body(watched: Watched, request: Request) -> None:
         if whole:
-            await request.respond(200, [], b"x" * 50_000_000)
+            await request.respond(200, [], b"x" * 16_000_000)
         else:
             await floods(watched, request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl as ssl_module
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,6 +19,7 @@ __all__ = ["Client", "Origin", "Response"]
 
 _JOIN_BELOW = 65_536
 _SLICE = 262_144
+_TAKING = "the upstream to take the request"
 
 
 class Origin(NamedTuple):
@@ -64,10 +65,6 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {self.origin}: {len(self.busy)} active, {len(self.idle)} idle, {self.connecting} connecting>"
-
-    def opened(self, connection: UpstreamConnection) -> None:
-        """A connection was made, for a request that waits for it."""
-        self.busy.add(connection)
 
     def closed(self, connection: UpstreamConnection) -> None:
         """A connection is gone."""
@@ -155,7 +152,8 @@ class Client:
 
         `body` is a buffer, a sequence of buffers, or an async iterator (sent with `content_length`, else chunked).
         `host` and framing headers are written here; those among `headers` are left out. `timeout` is the time in
-        seconds for the head once the request is on its way; connecting has its own.
+        seconds for the head once the request is on its way, and for each pause in which the upstream takes nothing of
+        the request; connecting has its own.
 
         Raises ConnectError, ResetError, GarbageError, HeaderTooLarge, CutError (cut inside the head), UpstreamTimeout,
         UnsafeHeaderError. A cancelled call closes its connection.
@@ -189,9 +187,9 @@ class Client:
                 connection = await self._connect(pool)
             response = connection.begin(method)
             if stream is None:
-                await _send(connection, response, head, parts, size)
+                await _send(connection, response, head, parts, size, timeout)
             else:
-                await _send_stream(connection, response, head, stream, content_length)
+                await _send_stream(connection, response, head, stream, content_length, timeout)
             while not response.status and response.error is None:
                 await response._wait("the head of the response", timeout)
             if response.status:
@@ -228,18 +226,23 @@ class Client:
             if self._ssl is None:
                 self._ssl = ssl_module.create_default_context()
             tls = self._ssl
+        connection = UpstreamConnection(pool)
         pool.connecting += 1
         try:
             async with asyncio.timeout(self.connect_timeout):
-                _, connection = await self.loop.create_connection(
-                    lambda: UpstreamConnection(pool), origin.host, origin.port, ssl=tls
-                )
-        except TimeoutError:
-            raise ConnectError(origin, f"no connection within {self.connect_timeout:g} s") from None
-        except (OSError, UnicodeError) as error:
-            raise ConnectError(origin, f"cannot connect: {error}") from error
+                await self.loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
+        except BaseException as error:
+            connection.abort()  # a cancelled call may have just been given its connection
+            if isinstance(error, TimeoutError):
+                raise ConnectError(origin, f"no connection within {self.connect_timeout:g} s") from None
+            if isinstance(error, OSError | UnicodeError):
+                raise ConnectError(origin, f"cannot connect: {error}") from error
+            raise
         finally:
             pool.connecting -= 1
+        if not connection.usable:
+            raise ConnectError(origin, "the connection was closed as soon as it was made")
+        pool.busy.add(connection)
         if self._sweeper is None:
             self._sweeper = self.loop.call_later(self.sweep_interval, self._sweep)
         return connection
@@ -256,7 +259,12 @@ class Client:
 
 
 async def _send(
-    connection: UpstreamConnection, response: Response, head: bytes, parts: Sequence[Buffer], size: int
+    connection: UpstreamConnection,
+    response: Response,
+    head: bytes,
+    parts: Sequence[Buffer],
+    size: int,
+    timeout: float | None,
 ) -> None:
     """Write a whole request, stopping where the response comes first or the connection is lost."""
     if size <= _JOIN_BELOW:
@@ -271,7 +279,7 @@ async def _send(
             while connection.write_paused:
                 if response.status or response.error is not None:
                     return
-                await response._wait("the upstream to take the request", None)
+                await response._wait(_TAKING, timeout)
     connection.written = True
 
 
@@ -281,19 +289,29 @@ async def _send_stream(
     head: bytes,
     stream: AsyncIterator[bytes],
     length: int | None,
+    timeout: float | None,
 ) -> None:
     """Write a request whose body comes from an iterator, which is given up when the response comes first."""
 
     async def pump() -> None:
         connection.write(head)
         left = math.inf if length is None else length
-        async for data in stream:
-            left -= len(data)
-            if left < 0:
-                raise ValueError("the request body is longer than its content-length")
-            if data:
-                connection.write(data if length is not None else b"%x\r\n%b\r\n" % (len(data), data))
-            await connection.room()
+        try:
+            async for data in stream:
+                left -= len(data)
+                if left < 0:
+                    raise ValueError("the request body is longer than its content-length")
+                if data:
+                    connection.write(data if length is not None else b"%x\r\n%b\r\n" % (len(data), data))
+                if connection.write_paused and timeout is not None:
+                    connection.wait_for(_TAKING, timeout)
+                    await connection.room()
+                    connection.patience = math.inf
+                else:
+                    await connection.room()
+        finally:
+            if isinstance(stream, AsyncGenerator):
+                await stream.aclose()
         if length is None:
             connection.write(b"0\r\n\r\n")
         elif left:
@@ -301,14 +319,24 @@ async def _send_stream(
         connection.written = True
 
     task = connection.loop.create_task(pump())
-    task.add_done_callback(lambda _: response.wake())
+
+    def pumped(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # looked at here, since a call that is cancelled meanwhile does not
+        response.wake()
+
+    task.add_done_callback(pumped)
     try:
         while not task.done() and not response.status and response.error is None:
-            await response._wait("the upstream to take the request", None)
+            await response._wait(_TAKING, None)
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait([task])
+            try:
+                await asyncio.wait([task])
+            except BaseException:
+                response.close()
+                raise
     if not task.cancelled() and (error := task.exception()) is not None:
         response.close()
         raise error

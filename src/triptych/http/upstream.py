@@ -75,7 +75,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.pool.opened(self)
+        if self._closed:
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         response = self.response
