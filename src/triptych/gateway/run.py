@@ -156,11 +156,15 @@ class Run:
     async def _at_once(self, prefill: Leg, final: Leg, context: KvContext) -> Outcome:
         """Both legs together; whichever fails first ends the other."""
         final.body = self._decode_body(context, None)
+        prefill.pinned = final.pinned = True  # each engine has been told of the other
+        outcome: Outcome | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._prefill(prefill))
                 outcome = await self._answer(final)
         except BaseExceptionGroup as failures:
+            if outcome is not None:
+                return outcome  # the client has its answer: what prefill said after it is only counted
             error: BaseException = failures
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -199,7 +203,7 @@ class Run:
         )
 
 
-async def answer(  # noqa: PLR0917 - one request's whole context
+async def answer(
     tools: Tools,
     request: Request,
     endpoint: Endpoint,
