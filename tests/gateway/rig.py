@@ -41,8 +41,9 @@ class Rig:
     """A plan's engines and a gateway. Entered, every engine has been probed once; there is no second probe.
 
     engines: how many of each role (1). sims: fields of the simulators by role. deadlines, limits, health, and other
-    settings as the gateway's. elsewhere: a port, by role, that stands for that engine. On leaving it checks that no socket, no task and no unhandled error is left, unless
-    `errors_expected`.
+    settings as the gateway's. elsewhere: a port, by role, that stands for that engine.
+
+    On leaving it checks that no socket is left, and that nothing went wrong by itself (`errors`, `unhandled`).
     """
 
     def __init__(
@@ -262,8 +263,10 @@ async def eventually(
     """Wait until `holds()`; fails with `what` after `within` seconds. For what has no event to wait for."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within
+    turns = 0  # on a machine that is busy with other things a second may pass in which nobody got a turn
     while not holds():
-        if loop.time() >= deadline:
+        turns += 1
+        if loop.time() >= deadline and turns > 50:
             raise AssertionError(f"not within {within:g} s: {what if isinstance(what, str) else what()}")
         await asyncio.sleep(every)
 

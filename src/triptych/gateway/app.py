@@ -31,9 +31,17 @@ from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Ring, Timeline
 from triptych.gateway.upstream import Leg, LegError
 from triptych.http.client import Client
-from triptych.http.errors import ServerSideError
+from triptych.http.errors import BadRequest, BodyTimeout, BodyTooLarge, ClientGone, ServerSideError, WriteStalled
 from triptych.http.head import Header
 from triptych.http.request import Request
+
+_CLIENT_FAULTS: dict[type[ServerSideError], str] = {
+    BadRequest: "bad_http",
+    BodyTooLarge: "body_size",
+    BodyTimeout: "body_timeout",
+    ClientGone: "client_left",
+    WriteStalled: "client_stalled",
+}
 
 
 class ConfigurationError(ValueError):
@@ -88,20 +96,22 @@ class Gateway:
             timeline.error = "client_left"
             raise
         except EngineRefused as refused:
-            status = refused.status
             timeline.error = f"{refused.leg}_{refused.status}"
-            headers = [*answer_headers(refused.headers), *_own_headers(timeline)]
-            await request.respond(refused.status, headers, refused.body)
+            if request.started:
+                status = await self._refuse(request, endpoint, timeline, ApiError(502, str(refused)))
+            else:
+                status = refused.status
+                headers = [*answer_headers(refused.headers), *_own_headers(timeline)]
+                await request.respond(refused.status, headers, refused.body)
         except (ApiError, LegError, BodyError, Overloaded, TooLarge, ModelRequired, UnknownModel, ServerSideError) as e:
             error = _api_error(e)
-            status = error.status
             timeline.error = error.reason
-            await self._refuse(request, endpoint, timeline, error)
+            status = await self._refuse(request, endpoint, timeline, error)
         except Exception as unexpected:
             self.log.error("unexpected error", request=timeline.id, **exception_fields(unexpected))
-            status = 500
             timeline.error = "internal"
-            await self._refuse(request, endpoint, timeline, ApiError(500, "internal error of the gateway"))
+            error = ApiError(500, "internal error of the gateway")
+            status = await self._refuse(request, endpoint, timeline, error)
         finally:
             timeline.bytes_out = request.bytes_sent
             seconds = timeline.end(status)
@@ -116,8 +126,7 @@ class Gateway:
             async with asyncio.timeout(total):
                 return await self._admitted(request, endpoint, timeline)
         except TimeoutError:
-            waited = [f"{leg.name} ({leg.engine})" for leg in timeline.legs if leg.status in ("", "cancelled")]
-            message = f"the request took longer than {total:g} s; it waited for {', '.join(waited) or 'the client'}"
+            message = f"the request took longer than {total:g} s; it waited for {_waited_for(timeline)}"
             raise ApiError(504, message, reason="total") from None
 
     async def _admitted(self, request: Request, endpoint: Endpoint, timeline: Timeline) -> Outcome:
@@ -131,9 +140,10 @@ class Gateway:
             timeline.admit()
             if endpoint.body == "multipart":
                 return await self._form(request, endpoint, timeline, ticket)
-            raw = await request.read_body(limits.body_bytes)
             if declared is None:
-                ticket.grow(len(raw))
+                raw = await _chunked_body(request, limits.body_bytes, ticket)
+            else:
+                raw = await request.read_body(limits.body_bytes)
             timeline.bytes_in = len(raw)
             return await self._run(request, endpoint, timeline, raw, tenant)
         finally:
@@ -240,9 +250,8 @@ class Gateway:
             head = [(b"content-type", b"application/json"), *reply.headers, *_own_headers(timeline)]
             await request.respond(reply.status, head, reply.body)
         except ApiError as error:
-            status = error.status
             timeline.error = error.reason
-            await self._refuse(request, None, timeline, error)
+            status = await self._refuse(request, None, timeline, error)
         finally:
             timeline.bytes_out = request.bytes_sent
             timeline.end(status)
@@ -285,15 +294,22 @@ class Gateway:
             return _Reply(200, b'{"status":"ready"}')
         return _Reply(503, msgspec.json.encode({"status": state}), ((b"retry-after", b"1"),))
 
-    async def _refuse(self, request: Request, endpoint: Endpoint | None, timeline: Timeline, error: ApiError) -> None:
-        """Tell the client of an error, as far as it can still be told."""
+    async def _refuse(self, request: Request, endpoint: Endpoint | None, timeline: Timeline, error: ApiError) -> int:
+        """Tell the client of an error, as far as it can still be told; the status that it got."""
         if error.status < 500 and not timeline.legs:
             self.metrics.refused(error.reason)
-        if request.started:
-            request.abort()
-            return
         api = endpoint.api if endpoint is not None else "other"
-        await request.respond(error.status, [*error.head(), *_own_headers(timeline)], error.body(api))
+        if not request.started:
+            await request.respond(error.status, [*error.head(), *_own_headers(timeline)], error.body(api))
+            return error.status
+        if request.finished or request.gone or timeline.first is None:
+            request.abort()
+            return error.status
+        # Events have gone out, each of them whole: the client is told by one more, then the connection closes.
+        request.keep_alive = False
+        await request.send(error.event(api))
+        await request.finish()
+        return 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +347,26 @@ def _dialects(deployment: Deployment) -> Dialects:
     return Dialects(ec[settings.ec], kv[settings.kv])
 
 
+def _waited_for(timeline: Timeline) -> str:
+    """Whom a request waited for that was given up."""
+    if timeline.admitted is None:
+        return "its turn, since the gateway is at its limit"
+    if not timeline.plan:
+        return "the client to send its body"
+    running = [leg for leg in timeline.legs if leg.started is not None and leg.status in ("", "cancelled")]
+    names = [f"{leg.role if leg.name == 'decode' else leg.name} engine {leg.engine}" for leg in running]
+    return ", ".join(names) or "a free place on an engine"
+
+
+async def _chunked_body(request: Request, limit: int, ticket: Ticket) -> bytes:
+    """A body of unknown length, counted as it arrives. Raises BodyTooLarge, TooLarge, Overloaded, BodyTimeout."""
+    pieces: list[bytes] = []
+    async for data in request.body_chunks(limit):
+        ticket.grow(len(data))
+        pieces.append(data)
+    return b"".join(pieces)
+
+
 def _own_headers(timeline: Timeline) -> list[Header]:
     return [(b"x-request-id", timeline.id.encode("ascii"))]
 
@@ -353,5 +389,5 @@ def _api_error(error: Exception) -> ApiError:
         case UnknownModel():
             return ApiError(404, str(error), param="model", reason="unknown_model")
         case ServerSideError():
-            return ApiError(error.status, error.message, reason="request")
+            return ApiError(error.status, error.message, reason=_CLIENT_FAULTS.get(type(error), "request"))
     raise error

@@ -148,7 +148,7 @@ async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metric
             finally:
                 response.close()
     except TimeoutError:
-        message = f"{leg} did not finish its answer within {deadline:g} s"
+        message = f"{leg} did not finish its answer within {deadline:.3g} s"
         raise LegError(leg.name, "timeout", message, http_status=504) from None
 
 

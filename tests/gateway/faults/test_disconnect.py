@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from tests.gateway.faults.silence import silent_port
 from tests.gateway.raw import Raw
 from tests.gateway.rig import PLANS, POSTS, ROLES, PlanName, Rig, chat, eventually
 from triptych.sim.faults import Fault
@@ -175,26 +175,6 @@ async def test_while_items_wait_for_their_turn(way: str) -> None:
             await leave(client, way)
         assert rig.seen("encode") == 2
         assert rig.seen("combined") == 0
-
-
-@contextmanager
-def silent_port() -> Iterator[int]:
-    """A port where connections neither come about nor are refused: its backlog is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        port = listener.getsockname()[1]
-        fillers = []
-        for _ in range(4):
-            filler = socket.socket()
-            filler.setblocking(False)
-            filler.connect_ex(("127.0.0.1", port))
-            fillers.append(filler)
-        try:
-            yield port
-        finally:
-            for filler in fillers:
-                filler.close()
 
 
 @by_way
