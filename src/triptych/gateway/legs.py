@@ -60,7 +60,9 @@ class LegBodies:
         for index, item in enumerate(media.items):
             uuid = self._take(index, item, tenant) if encode and item.content else None
             self._uuids.append(self._set_uuid(item, uuid))
-        self._raw_parts = [splice for splices in self._uuids for splice in splices]
+        # Embeddings cause no encode leg; those that a setting lets through may name no cache entry all the same.
+        self._embeds = [splice for item in media.embeds for splice in self._set_uuid(item, None)]
+        self._raw_parts = [splice for splices in self._uuids for splice in splices] + self._embeds
         self._consumer_parts = self._raw_parts
 
     @property
@@ -132,12 +134,15 @@ class LegBodies:
             parts.append(None if handed is None else metadata_part(self.endpoint.api, item.modality, handed))
         raw_modalities = {item.modality for item, part in zip(self.media.items, parts, strict=True) if part is None}
         splices: list[Splice] = []
+        replaced: list[tuple[int, int]] = []
         for item, part, uuids in zip(self.media.items, parts, self._uuids, strict=True):
             if part is None or item.modality in raw_modalities:
                 splices += uuids
             else:
                 splices.append(part_splice(item, part))
-                self.rewritten += 1
+                replaced.append(item.part)
+        self.rewritten = len(replaced)
+        splices += [s for s in self._embeds if not any(start <= s.start < end for start, end in replaced)]
         self._consumer_parts = splices
 
     def _given(self, key: str) -> bool:
