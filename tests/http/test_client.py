@@ -493,6 +493,19 @@ async def test_an_early_response_is_delivered_and_its_connection_not_used_again(
     assert not streamed or gone
 
 
+async def test_an_early_response_of_an_upstream_that_then_resets_is_delivered(client, upstream):
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        await peer.send(answer(b"too large", b"413 Content Too Large", b"connection: close\r\n"))
+        # Closing with unread bytes is a reset.
+
+    up = await upstream(script)
+    for _ in range(20):
+        response = await client.request(up.origin, b"POST", b"/", [], b"x" * 16_000_000)
+        assert response.status == 413
+        assert await response.read(100) == b"too large"
+
+
 async def test_an_early_response_still_streams(client, upstream):
     go = asyncio.Event()
 
@@ -568,7 +581,7 @@ async def test_a_sink_that_is_behind_holds_the_upstream_back(client, upstream):
     await until(lambda: taken)
     connection = next(iter(client.pools()[0].busy))
     await until(lambda: connection._reading_paused)
-    assert response._size <= 262_144 + 262_144
+    assert response._body.size <= 262_144 + 262_144
     assert not pumping.done()
     room.set()
     await pumping
@@ -641,6 +654,17 @@ async def test_a_closed_client_fails_what_is_in_flight_and_takes_nothing_new(ups
     with pytest.raises(ClientClosed):
         await ask(client, up.origin)
     await client.close()
+
+
+async def test_closing_the_client_does_not_end_a_body_that_ends_with_its_connection(upstream):
+    client = Client()
+    up = await upstream(once(b"HTTP/1.1 200 OK\r\n\r\nsome"))
+    response = await client.request(up.origin, b"GET", b"/", [])
+    reading = asyncio.ensure_future(response.read(100))
+    await until(lambda: response._waiter is not None)
+    await client.close()
+    with pytest.raises(CutError, match="closing"):
+        await reading
 
 
 def test_origins() -> None:

@@ -235,6 +235,14 @@ def test_a_head_over_the_limit_is_refused_as_soon_as_it_is_known() -> None:
     assert caught.value.status == 431
 
 
+def test_the_number_of_headers_has_a_bound() -> None:
+    head = b"GET / HTTP/1.1\r\nhost: h\r\n%b\r\n"
+    assert parse_request([head % (b"x: y\r\n" * 255)]).ended
+    with pytest.raises(ParseError, match="256 headers") as caught:
+        parse_request([head % (b"x: y\r\n" * 256)])
+    assert caught.value.status == 431
+
+
 def test_malformed_heads_are_refused_before_they_end() -> None:
     with pytest.raises(ParseError):
         parse_request([b"GET / HTTP/1.1\r\nbad header"])

@@ -418,6 +418,26 @@ async def test_a_handler_that_fails_within_its_answer_cuts_it(serve, connect):
     assert isinstance(served.errors[0], LookupError)
 
 
+async def test_a_handler_that_is_cancelled_from_within_is_a_500(serve, connect):
+    async def handler(request: Request) -> None:
+        inner = asyncio.ensure_future(asyncio.Event().wait())
+        inner.cancel()
+        await inner
+
+    served = await serve(handler)
+    peer = await connect(served)
+    await peer.send(get())
+    assert (await peer.response())[0] == 500
+    assert isinstance(served.errors[0], asyncio.CancelledError)
+
+
+async def test_what_follows_a_malformed_head_is_thrown_away(serve, connect):
+    peer = await connect(await serve(hello))
+    await peer.send(b"GET / HTTP/1.1\r\nno colon\r\n\r\n" + get() + b"x" * 100_000)
+    assert (await peer.response())[0] == 400
+    assert await peer.ended()
+
+
 async def test_a_handler_without_an_answer_is_a_500(serve, connect):
     async def handler(request: Request) -> None:
         pass

@@ -179,6 +179,39 @@ async def test_an_answer_that_was_given_is_not_cancelled_by_a_client_that_leaves
     await finished.wait()
 
 
+async def test_an_answer_that_was_given_still_goes_out_to_a_client_that_half_closes(serve, connect):
+    async def handler(request: Request) -> None:
+        await request.respond(200, [], b"x" * 16_000_000)
+
+    served = await serve(handler)
+    peer = await connect(served, limit=10_000)
+    await peer.send(get())
+    await peer.head()
+    peer.writer.write_eof()
+    await asyncio.sleep(0.01)
+    peer.reader._limit = 1_000_000
+    assert len(await peer.reader.readexactly(16_000_000)) == 16_000_000
+    assert await peer.ended()
+
+
+async def test_a_handler_that_fails_after_its_client_left_is_reported_and_nothing_else(serve, connect):
+    async def body(watched: Watched, request: Request) -> None:
+        try:
+            await waits(watched, request)
+        except asyncio.CancelledError:
+            raise LookupError("in its cleanup") from None
+
+    watched = Watched(body)
+    served = await serve(watched)
+    peer = await connect(served)
+    await peer.send(get())
+    await watched.started.wait()
+    peer.reset()
+    await watched.ended.wait()
+    await until(lambda: served.errors)
+    assert isinstance(served.errors[0], LookupError)
+
+
 async def test_writing_to_a_client_that_left_raises_client_gone(serve, connect):
     outcomes = []
 

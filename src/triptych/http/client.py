@@ -204,7 +204,7 @@ class Client:
         self.closing = True
         for pool in self._pools.values():
             for connection in [*pool.idle, *pool.busy]:
-                connection.eof_received()
+                connection.drop("this client is closing")
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None

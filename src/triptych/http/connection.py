@@ -76,7 +76,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         # Everything is copied out of the scratch memory before this returns: the next connection reads into it.
-        if self._discarding:
+        if self._discarding or self._closing:
             return
         scratch = self.server.scratch
         at = 0
@@ -84,11 +84,12 @@ class Connection(asyncio.BufferedProtocol):
             # Keep the large body behind a head from being copied more than once.
             at = self.server.scratch_bytes.find(b"\r\n\r\n", 0, nbytes) + 4
             if at > 3:
-                self._parse(bytes(scratch[:at]))
+                if not self._parse(bytes(scratch[:at])):
+                    return
             else:
                 at = 0
         left = self._parser.left
-        if left > 0 and not self._discarding:
+        if left > 0:
             end = min(nbytes, at + left)
             self._body(scratch[at:end])
             at = end
@@ -107,7 +108,8 @@ class Connection(asyncio.BufferedProtocol):
             self._fresh = True
             self._hold_back(request)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> bool:
+        """Bytes for the parser; False when nothing more is to be read."""
         parser = self._parser
         if parser.ended:
             parser.rest += data
@@ -116,18 +118,22 @@ class Connection(asyncio.BufferedProtocol):
                 events = parser.feed(data)
             except ParseError as error:
                 self._refuse(error)
-                return
+                return False
             self._handle(events)
         if len(parser.rest) > self.limits.pipelined_bytes:
             # Further requests, early. Reading goes on (or a client that leaves would go unnoticed), so what comes is
             # thrown away: a client has to send again what was not answered when the connection closes.
             parser.rest = b""
             self.last_request = self._discarding = True
+        return not self._discarding
 
     def eof_received(self) -> bool:
+        request = self._request
         self._left()
-        if self._task is not None:
-            self.abort()  # a half-closed client that takes nothing would hold its answer for the write deadline
+        if request is not None and not request.finished:
+            self.abort()
+        else:
+            self.close()  # what was answered still goes out
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -200,11 +206,12 @@ class Connection(asyncio.BufferedProtocol):
             await self.server.handler(request)
             if not request.finished and not self.gone:
                 raise RuntimeError("the handler returned without an answer")
-        except asyncio.CancelledError:
-            if not self.gone:
-                self.abort()
-        except ClientGone:
-            pass
+        except asyncio.CancelledError as error:
+            assert self._task is not None
+            if self._task.cancelling():
+                self.abort()  # by a client that left, or by whoever ends the process
+            else:
+                self._handler_failed(request, error)
         except Exception as error:
             self._handler_failed(request, error)
         finally:
@@ -213,14 +220,16 @@ class Connection(asyncio.BufferedProtocol):
             self.server.ended()
             self._after(request)
 
-    def _handler_failed(self, request: Request, error: Exception) -> None:
-        if request.started:
+    def _handler_failed(self, request: Request, error: BaseException) -> None:
+        if not isinstance(error, ServerSideError):
             self.server.report(request, error)
+        if self.gone:
+            self.abort()
+        elif request.started:
             request.abort()
         elif isinstance(error, ServerSideError):
             self._answer_error(error.status, error.message)
         else:
-            self.server.report(request, error)
             self._answer_error(500, "internal server error")
         request.finished = True
 

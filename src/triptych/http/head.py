@@ -32,6 +32,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 _FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"host"))
 _READ_HERE = _FRAMING | {b"expect"}
 _CACHED_LINE = 256
+_MAX_HEADERS = 256
 
 
 class RequestHead:
@@ -131,6 +132,8 @@ class _HeadReader:
             return None
         if not self._complete:
             raise ParseError("malformed head")
+        if len(self._headers) > _MAX_HEADERS:
+            raise ParseError(f"more than {_MAX_HEADERS} headers", 431)
         if self._parts:
             self._parts.append(block)
             block = b"".join(self._parts)

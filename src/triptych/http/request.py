@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from triptych.http.collect import Collector
 from triptych.http.errors import BodyTooLarge, ClientGone, ServerSideError
 from triptych.http.head import CHUNKED, Header, RequestHead, find, header_lines, status_line
 
@@ -28,16 +28,14 @@ class Request:
     """
 
     __slots__ = (
+        "_body",
         "_chunked",
         "_collecting",
         "_connection",
         "_error",
         "_expect",
-        "_file",
         "_limit",
-        "_parts",
         "_remaining",
-        "_size",
         "_waiter",
         "body_ended",
         "bytes_sent",
@@ -68,9 +66,7 @@ class Request:
         self.body_ended = False
         self._connection = connection
         self._expect = head.expect_continue
-        self._parts: list[bytes] = []
-        self._file: io.BytesIO | None = None
-        self._size = 0
+        self._body = Collector()
         self._limit = -1
         self._collecting = False
         self._error: ServerSideError | None = None
@@ -107,18 +103,16 @@ class Request:
         """The whole body, at most `limit` bytes. Raises BodyTooLarge once it is known, BodyTimeout, BadRequest."""
         if (self.content_length or 0) > limit:
             raise BodyTooLarge(limit)
+        if self._body.size > limit:
+            raise BodyTooLarge(limit)
         if not self.body_ended:
             self._limit = limit
             self._collecting = True
-            if self._size > limit:
-                raise BodyTooLarge(limit)
             await self._more_body()
-        elif self._size > limit:
-            raise BodyTooLarge(limit)
-        self._collecting = False
+            self._collecting = False
         if self._error is not None:
             raise self._error
-        return self._take()
+        return self._body.take()
 
     def body_chunks(self, limit: int) -> BodyChunks:
         """The body as it comes, `bytes` at a time, the client held back while nobody takes; same errors."""
@@ -127,19 +121,6 @@ class Request:
         self._limit = limit
         return BodyChunks(self)
 
-    def _take(self) -> bytes:
-        parts = self._parts
-        self._size = 0
-        if self._file is not None:
-            body = self._file.getvalue()
-            self._file = None
-        elif len(parts) == 1:
-            return parts.pop()
-        else:
-            body = b"".join(parts)
-            parts.clear()
-        return body
-
     async def _more_body(self) -> None:
         """Wait until there is more to take: all of the body when collecting, else any of it."""
         if self._error is not None:
@@ -147,7 +128,7 @@ class Request:
         connection = self._connection
         if self._expect:
             self._expect = False
-            if not self.started and not self._size:
+            if not self.started and not self._body.size:
                 connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._waiter = connection.loop.create_future()
         connection.want_body(True)
@@ -161,21 +142,12 @@ class Request:
         """From the connection: bytes of the body. A memoryview is valid during this call only."""
         if self._error is not None:
             return
-        size = self._size = self._size + len(data)
-        if self._file is not None:
-            self._file.write(data)
-        elif size > _JOIN_BELOW:
-            # Grows in place, and gives its memory away without a copy: one copy of a large body, not two.
-            self._file = io.BytesIO()
-            self._file.writelines(self._parts)
-            self._file.write(data)
-            self._parts.clear()
-        else:
-            self._parts.append(bytes(data))
-        if self._waiter is not None:
+        size = self._body.add(data)
+        waiter = self._waiter
+        if waiter is not None:
             if not self._collecting:
-                if not self._waiter.done():
-                    self._waiter.set_result(None)
+                if not waiter.done():
+                    waiter.set_result(None)
             elif size > self._limit:
                 self.fail(BodyTooLarge(self._limit))
 
@@ -188,8 +160,7 @@ class Request:
 
     def fail(self, error: ServerSideError) -> None:
         """From the connection: there will be no more of the body."""
-        self._parts.clear()
-        self._file = None
+        self._body.drop()
         self._error = error
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -198,7 +169,7 @@ class Request:
     @property
     def buffered(self) -> int:
         """Bytes of the body that have come and were not taken."""
-        return self._size
+        return self._body.size
 
     @property
     def collecting(self) -> bool:
@@ -346,7 +317,7 @@ class BodyChunks:
             if request.body_ended:
                 raise StopAsyncIteration
             await request._more_body()
-        data = request._take()
+        data = request._body.take()
         request._connection.relieve()
         self._total += len(data)
         if self._total > request._limit:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from triptych.http.collect import Collector
 from triptych.http.errors import ResponseTooLarge, UpstreamError
 from triptych.http.head import Header, ResponseHead, find
 
@@ -25,13 +26,12 @@ class Response:
     """
 
     __slots__ = (
+        "_body",
         "_connection",
         "_held",
         "_limit",
-        "_parts",
         "_sink",
         "_sink_error",
-        "_size",
         "_waiter",
         "ended",
         "error",
@@ -53,8 +53,7 @@ class Response:
         self.ended = False
         self.error: UpstreamError | None = None
         self._connection: UpstreamConnection | None = connection
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._body = Collector()
         self._limit = -1
         self._sink: Callable[[bytes], bool] | None = None
         self._sink_error: Exception | None = None
@@ -75,17 +74,15 @@ class Response:
         Raises ResponseTooLarge as soon as it is known, CutError, GarbageError, and UpstreamTimeout when nothing comes
         for `timeout` seconds.
         """
-        if (self.length or 0) > limit or self._size > limit:
+        if (self.length or 0) > limit or self._body.size > limit:
             self.close()
             raise ResponseTooLarge(self.origin, limit)
         self._limit = limit
         while not self.ended:
             if self.error is not None:
                 raise self.error
-            if self._connection is None:
-                raise RuntimeError("the response was closed")
             await self._wait("the rest of the response", timeout)
-        return self._take()
+        return self._body.take()
 
     def chunks(self, *, timeout: float | None = None) -> ResponseChunks:
         """Async iterator over the body as it comes; what arrived together comes as one `bytes`.
@@ -109,12 +106,12 @@ class Response:
         """
         try:
             while True:
-                while self._parts:
-                    if not sink(self._take()):
+                while self._body.size:
+                    if not sink(self._body.take()):
                         await drained()
                 if self.error is not None:
                     raise self.error
-                if self._connection is None:
+                if self.ended:
                     return
                 self._sink = sink
                 try:
@@ -137,21 +134,12 @@ class Response:
             self._connection = None
             connection.abort()
 
-    def _take(self) -> bytes:
-        parts = self._parts
-        self._size = 0
-        if len(parts) == 1:
-            return parts.pop()
-        body = b"".join(parts)
-        parts.clear()
-        return body
-
     async def _wait(self, what: str, timeout: float | None) -> None:
         """Wait until there is something new: the head, bytes (with a limit set: all of them), the end, an error, or,
         while the request is being written, room for more of it."""
         connection = self._connection
-        if self.error is not None or connection is None:
-            return
+        if connection is None:
+            raise RuntimeError("the response was closed")
         waiter = self._waiter = connection.loop.create_future()
         connection.relieve()
         if timeout is not None:
@@ -196,12 +184,11 @@ class Response:
             self._sink = None
             self.wake()
             return True
-        self._parts.append(data)
-        self._size += len(data)
+        size = self._body.add(data)
         if self._limit < 0:
             self.wake()
-            return self._size <= READ_AHEAD
-        if self._size > self._limit:
+            return size <= READ_AHEAD
+        if size > self._limit:
             connection = self._connection
             self.fail(ResponseTooLarge(self.origin, self._limit))
             if connection is not None:
@@ -236,10 +223,10 @@ class ResponseChunks:
 
     async def __anext__(self) -> bytes:
         response = self._response
-        while not response._parts:
+        while not response._body.size:
             if response.error is not None:
                 raise response.error
-            if response._connection is None:
+            if response.ended:
                 raise StopAsyncIteration
             await response._wait("the next bytes of the response", self._timeout)
-        return response._take()
+        return response._body.take()

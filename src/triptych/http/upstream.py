@@ -189,6 +189,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._reading_paused = True
             self._transport.pause_reading()
 
+    def drop(self, why: str) -> None:
+        """Close at once, telling whoever waits."""
+        self._lost(ConnectionAbortedError(why))
+
     def _end(self, response: Response) -> None:
         transport = self._transport
         self.patience = math.inf
