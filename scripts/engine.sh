@@ -27,7 +27,7 @@ fail() {
 case $kind in
 gpu)
     "$here/step.sh" "Installing vLLM for the GPU (several GB, minutes, once)" \
-        "$python" -m pip install -e '.[engine]' || fail "pip failed, see above"
+        "$python" -m pip install -e '.[engine]' av soundfile soxr nixl || fail "pip failed, see above"
     ;;
 cpu)
     "$here/step.sh" "Installing vLLM for the CPU (3.5 GB, minutes, once)" \
