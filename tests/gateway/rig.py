@@ -61,6 +61,7 @@ class Rig:
         self.ec = ec
         self.pools: dict[str, list[Sim]] = {}
         self.lines: list[bytes] = []
+        self.ignore: set[str] = set()  # kinds of what may be left (`left`)
         self.unhandled: list[Mapping[str, Any]] = []
         self.running: Running
         self._engines = engines or {}
@@ -250,7 +251,7 @@ class Rig:
                 left[f"waiting for {role}"] = pool.waiting
         for sim in self.all_sims:
             left[f"in flight on {sim!r}"] = sim.seen.in_flight
-        return {what: rest for what, rest in left.items() if rest}
+        return {what: rest for what, rest in left.items() if rest and what not in self.ignore}
 
     @property
     def _busy(self) -> int:
