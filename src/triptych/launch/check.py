@@ -54,10 +54,12 @@ def missing(topology: Topology) -> str | None:
     from triptych.engine.check import nixl_problem, vllm_problem  # noqa: PLC0415 - not for simulated engines
 
     problem = vllm_problem()
-    # With a PYTHONPATH of its own the engines may find what this process does not.
-    if problem is None and topology.engines.prefill and topology.kv.connector == "nixl" and not topology.env:
-        return nixl_problem()
-    return problem
+    needs_nixl = (topology.engines.prefill and topology.kv.connector == "nixl") or (
+        topology.engines.encode and topology.ec.connector == "eccpu"
+    )
+    # With a PYTHONPATH of their own the engines may find what this process does not.
+    own_path = any("PYTHONPATH" in env for env in (topology.env, *(g.env for _, g in topology.engines.groups())))
+    return problem or (nixl_problem() if needs_nixl and not own_path else None)
 
 
 def has_accelerator() -> bool:

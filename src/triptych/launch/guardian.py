@@ -27,6 +27,8 @@ import time
 ORPHAN_GRACE = 0.5
 # How long children that the command left behind may take to end after SIGTERM.
 LEFTOVER_GRACE = 0.5
+# How long Python's resource trackers may take, once all others are killed, to remove shared memory that these left.
+TRACKER_GRACE = 1.0
 NEVER = float("inf")
 
 PR_SET_PDEATHSIG = 1
@@ -55,9 +57,19 @@ def children_of(me: int) -> list[int]:
     return found[1:]
 
 
-def signal_all(number: int) -> None:
+def signal_all(number: int, *, spare_trackers: bool = False) -> None:
     for pid in children_of(os.getpid()):
-        kill(pid, number)
+        if not (spare_trackers and is_tracker(pid)):
+            kill(pid, number)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is the helper of Python's multiprocessing that removes shared memory once its users are gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def kill(pid: int, number: int) -> None:
@@ -165,7 +177,7 @@ class Guardian:
             left = self.kill_at - time.monotonic()
             if left <= 0:
                 # Again and again: a process may fork while it is being killed, and its child is then ours to kill.
-                signal_all(signal.SIGKILL)
+                signal_all(signal.SIGKILL, spare_trackers=-left < TRACKER_GRACE)
                 left = 0.02
             for fd, _ in self.poll.poll(None if left == NEVER else left * 1000):
                 if fd == self.wake:
@@ -185,10 +197,6 @@ def main(channel: int, launcher: int, command: list[str]) -> None:
         return
     guardian.command = run_command(command, os.getpid())
     guardian.tell(f"pid {guardian.command}\n")
-    # What the command writes must reach its reader's end of file when the command ends, not when the guardian does.
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
     guardian.watch()
 
 

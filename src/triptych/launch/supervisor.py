@@ -254,7 +254,7 @@ class Supervisor:
                 {key: value for key, value in environ.items() if value is not None},
                 lambda data: self._lines(process, process.log.feed(data)),
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
             return f"could not be started: {error}", 0.0
         process.child = child
         self._emit(Started(name, child.pid, process.starts - 1))
