@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.body.texts import Pairs
+from tests.body.texts import Number, Pairs
 
 MEDIA = {
     "image_url": "image",
@@ -122,7 +122,8 @@ def part(value: Pairs, api: str, found: Found, *, live: bool, own: Found | None 
     if embeds is None and isinstance(type_, str) and type_.endswith("_embeds"):
         embeds = type_
     if embeds is not None:
-        found.embeds.append(embeds)
+        if live:
+            found.embeds.append(embeds)
         found.closed.append((kind(embeds), embeds))
         return
     if api == "messages":
@@ -154,19 +155,17 @@ def part(value: Pairs, api: str, found: Found, *, live: bool, own: Found | None 
 
 
 def is_data(url: Any) -> bool:
-    return isinstance(url, str) and url[:5].lower() == "data:"
+    return isinstance(url, str) and not isinstance(url, Number) and url[:5].lower() == "data:"
 
 
 def has_data(value: Any) -> bool:
-    return not (value is None or value is False or value in ("", "0") or value == [])
+    return float(value) != 0 if isinstance(value, Number) else bool(value)
 
 
 def media_value(key: str, value: Any) -> tuple[bool, bool]:
     if isinstance(value, Pairs):
         inner = last(value, "data" if key == "input_audio" else "url")
-        if inner is None or inner == "":
-            return False, False
-        return (True, True) if key == "input_audio" else (is_data(inner), has_data(inner))
+        return (has_data(inner) if key == "input_audio" else is_data(inner)), has_data(inner)
     return is_data(value), has_data(value)
 
 

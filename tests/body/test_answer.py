@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.body.texts import KEYS, OBJECTS, SPELLING, Pairs, joined, loads, text_of
+from tests.body.texts import KEYS, OBJECTS, SPELLING, Pairs, joined, loads, steady, text_of
 from triptych.body.answer import AnswerError, entries, merge_handles, null_splices, top_level_object, top_level_value
 from triptych.body.edit import apply
 
 
+@steady
 @given(OBJECTS, SPELLING, st.sampled_from(KEYS))
 def test_value_is_the_one_json_loads_reads(value: Pairs, seed: int, key: str) -> None:
     raw = text_of(value, seed)
@@ -51,6 +52,7 @@ def test_entries_are_decoded_keys_and_raw_values() -> None:
     assert entries(b'{"a":1,"\\u0062": {"x":1.0} ,"a":2}') == {"a": b"2", "b": b'{"x":1.0}'}
 
 
+@steady
 @given(st.lists(st.one_of(st.none(), OBJECTS), max_size=4), SPELLING)
 def test_merge_is_the_union_in_item_order_where_the_first_wins(handles: list[Pairs | None], seed: int) -> None:
     raws = [None if value is None else text_of(value, seed + i) for i, value in enumerate(handles)]
@@ -80,6 +82,7 @@ def test_merge_refuses_what_is_no_object() -> None:
         merge_handles([b'{"a":1}', b"[1]"])
 
 
+@steady
 @given(OBJECTS, SPELLING)
 def test_nulling_touches_the_handles_and_nothing_else(value: Pairs, seed: int) -> None:
     raw = text_of(value, seed)

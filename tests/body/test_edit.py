@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.body.texts import KEYS, OBJECTS, SPELLING, VALUES, Pairs, joined, loads, text_of
+from tests.body.texts import KEYS, OBJECTS, SPELLING, VALUES, Pairs, joined, loads, steady, text_of
 from triptych.body.edit import Splice, apply, object_splices, quote
 from triptych.body.request import DEFAULT_POLICY, HANDLES, RequestBody
 from triptych.body.scan import BodyError, Scanner, members
@@ -38,6 +38,7 @@ def edit(raw: bytes, remove: set[str], put: dict[str, bytes]) -> bytes:
     return joined(apply(raw, object_splices(raw, (at, end), found, remove, put)))
 
 
+@steady
 @given(OBJECTS, SPELLING, KEY_SETS, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
 def test_result_is_the_edit_on_what_json_loads_sees(
     value: Pairs, seed: int, remove: set[str], put: dict[str, Any]
@@ -48,6 +49,7 @@ def test_result_is_the_edit_on_what_json_loads_sees(
     assert loads(result) == edited(loads(raw), remove, put)
 
 
+@steady
 @given(OBJECTS, SPELLING, KEY_SETS, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
 def test_every_member_that_is_not_edited_arrives_as_sent(
     value: Pairs, seed: int, remove: set[str], put: dict[str, Any]
@@ -62,6 +64,7 @@ def test_every_member_that_is_not_edited_arrives_as_sent(
     assert result[len(result.rstrip()) :] == raw[len(raw.rstrip()) :]
 
 
+@steady
 @given(OBJECTS, SPELLING, st.sets(st.sampled_from(KEYS)))
 def test_bytes_between_kept_neighbours_stay(value: Pairs, seed: int, remove: set[str]) -> None:
     raw = text_of(value, seed)
@@ -72,6 +75,7 @@ def test_bytes_between_kept_neighbours_stay(value: Pairs, seed: int, remove: set
             assert raw[left.start : right.end] in result
 
 
+@steady
 @given(OBJECTS, SPELLING, KEY_SETS)
 def test_put_values_travel_byte_for_byte(value: Pairs, seed: int, keys: set[str]) -> None:
     raw = text_of(value, seed)
@@ -158,6 +162,7 @@ def test_quote_is_json_in_ascii() -> None:
 # The body of a request
 
 
+@steady
 @given(OBJECTS, SPELLING, KEY_SETS, st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
 def test_rewrite_strips_every_handle_and_edits_the_rest(
     value: Pairs, seed: int, remove: set[str], put: dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.body.texts import OBJECTS, SPELLING, VALUES, Pairs, loads, text_of
+from tests.body.texts import OBJECTS, SPELLING, VALUES, Pairs, loads, steady, text_of
 from triptych.body import scan
 from triptych.body.request import RequestBody
 from triptych.body.scan import STRIPPED, BodyError, Rules, Scanner, elements, members, string, string_end, validate
@@ -25,6 +25,7 @@ def walk(raw: bytes, at: int) -> Any:
     return loads(raw[at : Scanner(raw).value_end(at)])
 
 
+@steady
 @given(OBJECTS, SPELLING)
 def test_scanner_and_json_loads_agree_on_every_member(value: Pairs, seed: int) -> None:
     raw = text_of(value, seed)
@@ -32,12 +33,14 @@ def test_scanner_and_json_loads_agree_on_every_member(value: Pairs, seed: int) -
     assert walk(raw, raw.index(b"{")) == loads(raw)
 
 
+@steady
 @given(st.lists(VALUES, max_size=6), SPELLING)
 def test_elements_are_those_of_json_loads(value: list[Any], seed: int) -> None:
     raw = text_of(value, seed)
     assert [loads(raw[start:end]) for start, end in elements(raw)] == loads(raw)
 
 
+@steady
 @given(OBJECTS, SPELLING)
 def test_member_starts_at_its_quote_and_ends_behind_its_value(value: Pairs, seed: int) -> None:
     raw = text_of(value, seed)
@@ -47,6 +50,7 @@ def test_member_starts_at_its_quote_and_ends_behind_its_value(value: Pairs, seed
         ]
 
 
+@steady
 @given(OBJECTS, SPELLING)
 def test_members_with_hints_are_those_without(value: Pairs, seed: int) -> None:
     raw = text_of(value, seed)
@@ -55,6 +59,7 @@ def test_members_with_hints_are_those_without(value: Pairs, seed: int) -> None:
     assert Scanner(raw).members(at, hint=hint) == Scanner(raw).members(at)
 
 
+@steady
 @given(OBJECTS, SPELLING, st.sets(st.sampled_from(["ec_transfer_params", "kv_transfer_params", "x", "content"])))
 def test_runs_hold_the_members_of_the_rules_and_nothing_else(value: Pairs, seed: int, keys: set[str]) -> None:
     raw = text_of(value, seed)
@@ -72,6 +77,7 @@ def test_runs_hold_the_members_of_the_rules_and_nothing_else(value: Pairs, seed:
     assert covered == sum(m.key in keys for m in every)
 
 
+@steady
 @given(st.lists(st.sampled_from(["\\\\", '\\"', "\\n", "a", "\\u005c", "é", "x" * 70000]), max_size=40).map("".join))
 def test_string_end_is_that_of_json_loads(body: str) -> None:
     raw = f'["{body}","tail"]'.encode()

@@ -6,9 +6,13 @@ import json
 from random import Random
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from triptych.body.edit import Buffer
+
+#: For every property test: a busy machine is no failure.
+steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Keys that mean something to the gateway, beside any others.
 KEYS = [

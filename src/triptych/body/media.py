@@ -24,6 +24,7 @@ Of a repeated key the last copy counts, as in `json.loads`, except that a media 
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final, Literal
 
@@ -252,10 +253,13 @@ class _Walk:
         named = bool(uuids) and raw[uuids[-1].value] != 0x6E
         if embeds is not None:
             self.close(embeds, at)
-            value = (end, end) if media is None else (media.value, media.end)
-            content = self.view[value[0] : value[1]]
-            modality = _EMBEDS_OF.get(embeds, "image")
-            self.embeds.append(Item(modality, embeds, (at, end), value, tuple(uuids), True, content, tuple(members)))
+            if live:
+                value = (end, end) if media is None else (media.value, media.end)
+                content = self.view[value[0] : value[1]]
+                modality = _EMBEDS_OF.get(embeds, "image")
+                self.embeds.append(
+                    Item(modality, embeds, (at, end), value, tuple(uuids), True, content, tuple(members))
+                )
             return end
         if anthropic:
             if media is not None:
@@ -291,7 +295,7 @@ class _Walk:
         if raw[media.value] == 0x7B:
             field = "data" if media.key == "input_audio" else "url"
             inner = {member.key: member for member in self.scan.members(media.value)[0]}.get(field)
-            if inner is None or raw.startswith((b"null", b'""'), inner.value):
+            if inner is None or self.empty(inner):
                 return self.view[:0], False
             if field == "data":
                 # Format and data both go into what the engine decodes.
@@ -307,16 +311,28 @@ class _Walk:
         return (self.view[source.value : source.end] if inner else self.view[:0]), True
 
     def url(self, value: Member) -> tuple[memoryview, bool]:
-        raw = self.raw
+        if self.empty(value):
+            return self.view[:0], False
         at, end = value.value, value.end
-        if raw[at] != 0x22:
-            # Falsy values are no data; others are the engine's to refuse.
-            empty = raw.startswith((b"null", b"false", b"[]"), at) or raw[at:end] == b"0"
-            return self.view[:0] if empty else self.view[at:end], False
-        head = raw[at + 1 : at + 31]
+        if self.raw[at] != 0x22:
+            # The engine's to refuse.
+            return self.view[at:end], False
+        head = self.raw[at + 1 : at + 31]
         if b"\\" in head[:5] and (match := _HEAD.match(head)) is not None:
             head = string(b'"' + match[0] + b'"', 0, match.end() + 2).encode("utf-8", "replace")
         return self.view[at + 1 : end - 1], head[:5].lower() == b"data:"
+
+    def empty(self, value: Member) -> bool:
+        """Whether the engine takes it for no data: null, an empty string, and what else is false in Python."""
+        at, end = value.value, value.end
+        first = self.raw[at]
+        if first == 0x22:
+            return end - at == 2
+        if first == 0x5B:
+            return self.scan.first_element(at) is None
+        if first == 0x7B:
+            return not self.scan.members(at)[0]
+        return end - at <= 32 and not json.loads(self.raw[at:end])
 
     # Small things
 

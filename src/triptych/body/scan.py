@@ -43,7 +43,8 @@ def balanced(depth: int) -> bytes:
     return rb"[\[{]" + body + rb"[]}]"
 
 
-VALUE: Final = rb"(?:" + _SHORT + rb'|[^][{}", \t\n\r]++|' + balanced(3) + rb")"
+# Ten levels: handles nest four deep in vLLM's own dialects.
+VALUE: Final = rb"(?:" + _SHORT + rb'|[^][{}", \t\n\r]++|' + balanced(10) + rb")"
 
 _MEMBER: Final = re.compile(
     _WS + rb'"([^"\\]{0,64}+)"' + _WS + rb":" + _WS
@@ -129,6 +130,7 @@ class _Bulk(msgspec.Struct, gc=False):
     """Fields that are large in real requests; msgspec tells their length while it validates."""
 
     messages: msgspec.Raw = msgspec.Raw(b"")
+    vllm_xargs: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
@@ -235,6 +237,7 @@ class Scanner:
         out: list[Member] = []
         pos = at + 1
         left = self._left
+        following = -1  # where the member behind a stripped one starts
         while (byte := raw[pos]) != 0x7D:
             match = _member(raw, pos)
             if match is not None:
@@ -255,13 +258,20 @@ class Scanner:
                 end = string_end(raw, start)
                 key = string(raw, start, end)
                 value = end = _COLON.match(raw, end).end()  # type: ignore[union-attr]
-            if key in strip and run is not None:
-                # In windows, so that the work of one match is bounded and paid for.
-                found = run.match(raw, start, start + _WINDOW)
-                end = found.end() if found is not None else self._value_end(value, key, hint)
-                self._spend(sum(raw.count(token, start, end) for token in (b'"', b"[", b"{")) >> 3)
-                left = self._left
-                out.append(Member(STRIPPED, start, start, end))
+            if key in strip:
+                found = None
+                if start == following and run is not None:
+                    # The second in a row: there may be thousands. In windows, so that the work of one match is bounded
+                    # and paid for.
+                    found = run.match(raw, start, start + _WINDOW)
+                    if found is not None:
+                        end = found.end()
+                        self._spend(sum(raw.count(token, start, end) for token in (b'"', b"[", b"{")) >> 3)
+                        left = self._left
+                if found is None and value == end:
+                    end = self._value_end(value, key, hint)
+                    left = self._left
+                out.append(_new(Member, (STRIPPED, start, start, end)))
             else:
                 if value == end:
                     end = self._value_end(value, key, hint)
@@ -275,6 +285,8 @@ class Scanner:
                 pos += 1
             elif byte != 0x7D:
                 pos = _SEPARATOR.match(raw, pos).end()  # type: ignore[union-attr]
+            if key in strip:
+                following = _SPACE.match(raw, pos).end()  # type: ignore[union-attr]
         self._spend(len(out) + 1)
         return out, pos + 1
 
