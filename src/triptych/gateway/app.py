@@ -12,6 +12,7 @@ import msgspec
 
 import triptych
 from triptych.body.items import ON_ENDPOINT
+from triptych.body.request import HANDLES
 from triptych.body.scan import BodyError
 from triptych.gateway.admission import Admission, Overloaded, Ticket, TooLarge
 from triptych.gateway.endpoints import ENDPOINTS, Endpoint
@@ -205,7 +206,9 @@ class Gateway:
         """A multipart upload, streamed through on a plain plan."""
         limit = self.settings.limits.body_bytes
         several = len(self.fleet.deployments) > 1
-        model, chunks = await look_for_model(request, limit, must_find=several)
+        model, chunks = await look_for_model(
+            request, limit, must_find=several, closed=HANDLES.difference(self.settings.open)
+        )
         deployment = self.fleet.resolve(model)
         timeline.model = deployment.label
         encoders = bool(deployment.encode.engines)

@@ -239,13 +239,13 @@ async def answer(
                 "answer_handles" in settings.open,
             )
             outcome = await relay.run(response)
+        except ApiError:  # the engine's answer was such that the client gets another one
+            leg.status = "http_error"
+            raise
         finally:
             response.close()
     except LegError as error:
         leg.status = error.status
-        raise
-    except ApiError:  # the engine's answer was such that the client gets another one
-        leg.status = "http_error"
         raise
     leg.status = outcome.leg
     if outcome.failure is not None and outcome.status < 400:
