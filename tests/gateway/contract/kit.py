@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from tests.gateway.rig import Rig, chat, eventually, image
@@ -23,7 +23,7 @@ from triptych.sim import SeenRequest
 EC = "ec_transfer_params"
 KV = "kv_transfer_params"
 JSON: list[Header] = [(b"content-type", b"application/json")]
-Says = bytes | Callable[[SeenRequest], bytes]
+Says = bytes | Callable[[SeenRequest], bytes | Awaitable[bytes]]
 
 
 class Scripted:
@@ -72,7 +72,8 @@ class Scripted:
         self.seen.append(got)
         if self._order is not None:
             self._order.append(self._name)
-        await request.respond(self.status, self.headers, self.says if isinstance(self.says, bytes) else self.says(got))
+        said = self.says if isinstance(self.says, bytes) else self.says(got)
+        await request.respond(self.status, self.headers, said if isinstance(said, bytes) else await said)
 
 
 class Gate(Rig):
