@@ -394,6 +394,7 @@ async def test_kv_that_no_prefill_keeps_fails_the_request(client: Client, wrong:
         with pytest.raises(openai.InternalServerError, match="Internal server error"):
             await ask(client(d), user("hi"), kv_transfer_params=params)
         assert d.seen.kv["refused"] == 1
+        assert p.seen.kv["stale"] == (wrong not in ("engine", "port"))
         await ask(client(d), user("the engine lives"))
 
 
@@ -419,6 +420,13 @@ async def test_several_choices_over_one_handle_are_not_what_a_plain_engine_answe
         got = await ask(client(d), user("hi"), n=2, kv_transfer_params=params)
         assert got.choices[0].message.content != expected.choices[0].message.content
         assert d.seen.kv["misused"] == 1
+
+
+async def test_several_choices_on_the_prefill_pin_blocks_that_no_handle_names(client: Client) -> None:
+    async with Sim(role="prefill", kv_lease=0.02) as p:
+        params = await prefill(client, p, user("hi"), n=3)
+        assert len(params["remote_block_ids"]) == 1
+        await p.seen.until(lambda: p.seen.kv["expired"] == 3)
 
 
 async def test_blocks_of_a_request_that_the_decoder_refuses_are_released(client: Client) -> None:
