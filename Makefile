@@ -58,7 +58,8 @@ generate: $(STAMPS)/core  ## Write docs/settings.md and the table of flags from 
 	$(PY) scripts/settings_reference.py
 
 .PHONY: bench
-bench: $(STAMPS)/core  ## Benchmarks against other gateways, as ratios of one run
+bench: $(STAMPS)/core $(STAMPS)/peers  ## Benchmarks against other gateways, as ratios of one run
+	@command -v nginx > /dev/null || echo "nginx is not installed: no comparison with it"
 	$(PY) -m benchmarks $(ARGS)
 
 .PHONY: soak
@@ -82,6 +83,12 @@ $(STAMPS)/venv: scripts/venv.sh
 
 $(STAMPS)/core: $(STAMPS)/venv pyproject.toml
 	@scripts/step.sh "Installing the gateway and the development tools" $(PY) -m pip install -e '.[dev,demo]'
+	@touch $@
+
+# Gateways that others wrote, in an environment of their own: they share nothing with ours but the machine.
+$(STAMPS)/peers: | $(STAMPS)/venv
+	@$(PY) -m venv $(VENV)/peers
+	@scripts/step.sh "Installing what the benchmarks compare with" $(VENV)/peers/bin/python -m pip install vllm-router
 	@touch $@
 
 $(STAMPS)/engine: scripts/engine.sh scripts/setup-engine.sh | $(STAMPS)/core

@@ -1,22 +1,18 @@
-#!/usr/bin/env python3
 """A body full of copies of a hand-over parameter: what reading and rewriting it costs, against `json.loads` of it.
 
 A gateway that looks for a client's copies one by one, or removes them one by one, takes seconds here; this one makes
 one pass. Bars: 50,000 copies in at most 3 times `json.loads` of the same body, 100,000 in at most 2.2 times the 50,000
 (CPU time, medians of 20 interleaved runs). "Handled" is all that the gateway does with such a body: validate, parse,
 look for media, strip, put its own handles in.
-
-usage: duplicate_keys.py [--runs 20]      exit status 1 when a bar is missed
 """
 
-import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from benchmarks.bars import Bar
 from triptych.body.edit import Buffer
 from triptych.body.media import find_media
 from triptych.body.request import RequestBody
@@ -79,30 +75,18 @@ def measure(works: Sequence[Callable[[], object]], runs: int) -> list[float]:
     return [median(seconds) for seconds in times]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20)
-    runs = parser.parse_args().runs
-    missed = 0
-    print(
-        f"{COPIES} copies; at most {AGAINST_LOADS:g} times json.loads, twice as many at most {AGAINST_HALF:g} times that"
-    )
-    print(f"{'':24} json.loads    handled      ratio        twice as many")
+def run(runs: int = 20) -> list[Bar]:
+    """Every shape: the copies against `json.loads`, and twice as many against the copies."""
+    bars = []
     for name, shape in SHAPES.items():
         half, whole = shape(COPIES), shape(2 * COPIES)
         check(half)
         loads, once, twice = measure(
             [lambda raw=half: json.loads(raw), lambda raw=half: handle(raw), lambda raw=whole: handle(raw)], runs
         )
-        to_loads, to_half = once / loads, twice / once
-        ok = to_loads <= AGAINST_LOADS and to_half <= AGAINST_HALF
-        missed += not ok
-        print(
-            f"{name:24} {loads * 1e3:7.1f} ms {once * 1e3:7.1f} ms {to_loads:10.2f} {to_half:20.2f}"
-            f"{'' if ok else '   MISSED'}"
-        )
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        detail = f"{once * 1e3:.1f} / {loads * 1e3:.1f} ms"
+        bars.append(Bar(f"{COPIES} duplicate keys / json.loads, {name}", once / loads, AGAINST_LOADS, detail))
+        detail = f"{twice * 1e3:.1f} / {once * 1e3:.1f} ms"
+        bars.append(Bar(f"{2 * COPIES} / {COPIES} duplicate keys, {name}", twice / once, AGAINST_HALF, detail))
+        print(f"  {bars[-2]}\n  {bars[-1]}", flush=True)
+    return bars

@@ -3,7 +3,7 @@
 
 What a gateway costs above this is its own work (plans, edits, metrics); what this costs is the floor.
 
-usage: relay_probe.py PORT [UPSTREAM_URL]     (default upstream: http://127.0.0.1:9101)
+usage: relay_probe.py PORT [UPSTREAM_URL]     (an engine; default http://127.0.0.1:9101)
 """
 
 import asyncio
