@@ -13,8 +13,9 @@ log=$(mktemp "${TMPDIR:-/tmp}/triptych-step.XXXXXX")
 started=$SECONDS
 
 last_line() {
-    tail -c 2000 "$log" | tr '\r' '\n' | sed 's/\x1b\[[0-9;?]*[a-zA-Z]//g; s/[[:cntrl:]]//g; s/^ *//; s/ *$//' |
-        grep -v '^$' | tail -n 1
+    # ASCII only: the tail may begin inside a character, and progress bars are no use here.
+    tail -c 2000 "$log" | tr '\r' '\n' | LC_ALL=C sed 's/\x1b\[[0-9;?]*[a-zA-Z]//g' | LC_ALL=C tr -cd '\n\040-\176' |
+        sed 's/^ *//; s/ *$//' | grep -v '^$' | tail -n 1
 }
 
 end() {

@@ -45,7 +45,14 @@ def test_a_step_that_fails_shows_its_output_and_status(tmp_path: Path) -> None:
 
 
 def test_a_step_of_some_seconds_shows_that_it_is_alive(tmp_path: Path) -> None:
-    done = bash("step.sh", "Trying", "bash", "-c", "echo half way; sleep 1.5", TMPDIR=str(tmp_path))
+    done = bash(
+        "step.sh",
+        "Trying",
+        "bash",
+        "-c",
+        "printf '\\x94\\xe2\\x94 \\e[32mhalf\\e[0m \\xe2\\x94\\x81way\\n'; sleep 1.5",
+        TMPDIR=str(tmp_path),
+    )
     assert done.stdout.startswith("Trying … 1 s  half way\n")
 
 
