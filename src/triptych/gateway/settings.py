@@ -226,7 +226,7 @@ class Health(Model):
     """How engines are probed, ejected and taken back."""
 
     interval: PositiveFloat = Field(2.0, description="between two probes of an engine")
-    timeout: PositiveFloat = Field(2.0, description="for one probe")
+    timeout: PositiveFloat = Field(5.0, description="for one probe")
     failures: PositiveInt = Field(3, description="probes or connections in a row that fail until an engine is ejected")
     successes: PositiveInt = Field(1, description="probes in a row that succeed until it is taken back")
     path: str = Field("/health", description="what is probed", pattern=r"^/[!-~]*$")
