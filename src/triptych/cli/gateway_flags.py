@@ -54,7 +54,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...], str, str, str, str], ...] = (
     ("limits: what one request, and all together, may take", ("limits", "encode_legs_per_engine"), "text", "N", "32", "encode legs on one encoder at once"),
     ("limits: what one request, and all together, may take", ("limits", "connections"), "text", "N", "4096", "client connections"),
     ("health: how engines are probed, ejected and taken back", ("health", "interval"), "text", "SECONDS", "2", "between two probes of an engine"),
-    ("health: how engines are probed, ejected and taken back", ("health", "timeout"), "text", "SECONDS", "2", "for one probe"),
+    ("health: how engines are probed, ejected and taken back", ("health", "timeout"), "text", "SECONDS", "5", "for one probe"),
     ("health: how engines are probed, ejected and taken back", ("health", "failures"), "text", "N", "3", "probes or connections in a row that fail until an engine is ejected"),
     ("health: how engines are probed, ejected and taken back", ("health", "successes"), "text", "N", "1", "probes in a row that succeed until it is taken back"),
     ("health: how engines are probed, ejected and taken back", ("health", "path"), "text", "TEXT", "/health", "what is probed"),
