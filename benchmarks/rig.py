@@ -145,7 +145,8 @@ async def load(port: int, data: bytes, connections: int, seconds: float) -> Coun
         while time.monotonic() < end:
             writer.write(data)
             await writer.drain()
-            count.events += await read_answer(reader)
+            events = await read_answer(reader)
+            count.events += events
             count.requests += 1
         writer.close()
 
