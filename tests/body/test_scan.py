@@ -92,6 +92,19 @@ def test_string_end_where_a_chunk_ends_within_escapes(count: int) -> None:
         assert string(raw, 0, string_end(raw, 0)) == json.loads(raw[: raw.index(b" , ")])
 
 
+def test_keys_of_more_than_64_kib_stay_as_spelled() -> None:
+    short, long = b"\\n" * 100, b"\\n" * 40_000
+    found = members(b'{"%b":1,"%b":2,"%b":3}' % (short, long, b"n" * 80_000))
+    assert [m.key for m in found] == ["\n" * 100, f'"{long.decode()}"', f'"{"n" * 80_000}"']
+
+
+@pytest.mark.parametrize("tail", [b"", b',"]"', b",[1]", b",{}", b',"x"'])
+def test_long_lists_of_numbers_end_where_they_end(tail: bytes) -> None:
+    numbers = b",".join(b"%d" % i for i in range(3000))
+    raw = b'{"a":[%b%b],"b":[[%b] ,2],"c":1}' % (numbers, tail, numbers)
+    assert [loads(raw[m.value : m.end]) for m in members(raw)] == [value for _, value in loads(raw)]
+
+
 VALID = [
     b"{}", b" {} \n", b'{"a":-0}', b'{"a":1E+5}', b'{"a":"\x7f"}', b'{"a":"\\ud800"}', b'{"a":"\\udc00\\ud800"}',
     b'{"a":"\\ud83d\\u0041"}', b'{"\\uD800":1}', b'{"a":"\xed\xa0\x80"}', b'{"a":"\\\\ud800"}', b'{"a":1e999}',

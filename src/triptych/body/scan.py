@@ -29,6 +29,7 @@ MAX_STEPS: Final = 1 << 18
 _UTF8_CHUNK: Final = 1 << 20
 _WINDOW: Final = 1 << 18
 _CHUNK: Final = 1 << 16
+_LONG: Final = 1 << 16
 _FEW_ESCAPES: Final = 8
 
 _WS: Final = rb"[ \t\n\r]*+"
@@ -256,7 +257,8 @@ class Scanner:
                     pos = start
                     break
                 end = string_end(raw, start)
-                key = string(raw, start, end)
+                # No key that matters is as long as that, so it may stay as it is spelled.
+                key = string(raw, start, end) if end - start <= _LONG else raw[start:end].decode("latin-1")
                 value = end = _COLON.match(raw, end).end()  # type: ignore[union-attr]
             if key in strip:
                 found = None
@@ -348,6 +350,11 @@ class Scanner:
         match = _SMALL.match(raw, at, at + 4096)
         if match is not None:
             return match.end()
+        if raw[at] == 0x5B:
+            # A long list of numbers is skipped by four memchr. The bracket found is never behind this container's end.
+            close = raw.index(b"]", at)
+            if all(raw.find(token, at + 1, close) < 0 for token in (b'"', b"[", b"{")):
+                return close + 1
         depth = 0
         pos = at
         while True:
@@ -367,11 +374,6 @@ class Scanner:
                 if not depth:
                     return pos
             pos = self._gap(pos)
-
-
-def _decode_key(raw: bytes) -> str:
-    key: str = json.loads(b'"' + raw + b'"')
-    return key
 
 
 def string_end(raw: bytes, at: int) -> int:
@@ -399,7 +401,8 @@ def string(raw: bytes, start: int, end: int) -> str:
     """The string at these offsets (its quotes included), decoded as `json.loads` decodes it."""
     text = raw[start:end]
     if b"\\" in text:
-        return _decode_key(text[1:-1])
+        decoded: str = json.loads(text)
+        return decoded
     return text[1:-1].decode("utf-8", "surrogatepass")
 
 
