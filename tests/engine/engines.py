@@ -192,19 +192,19 @@ def _png(width: int, height: int, data: bytes) -> str:
     return base64.b64encode(png).decode()
 
 
-def sound(seed: int, samples: int = 4000) -> dict[str, Any]:
-    """A message part with a quarter of a second of three random tones."""
+def sound(seed: int, rate: int = 16000) -> dict[str, Any]:
+    """A message part with a quarter of a second of three random tones, at `rate` samples per second."""
     source = random.Random(seed)
     tones = [source.uniform(100, 3000) for _ in range(3)]
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
-        file.setframerate(16000)
+        file.setframerate(rate)
         values = [
-            int(8000 * sum(math.sin(2 * math.pi * tone * at / 16000) for tone in tones) / 3) for at in range(samples)
+            int(8000 * sum(math.sin(2 * math.pi * tone * at / rate) for tone in tones) / 3) for at in range(rate // 4)
         ]
-        file.writeframes(struct.pack(f"<{samples}h", *values))
+        file.writeframes(struct.pack(f"<{len(values)}h", *values))
     return {
         "type": "input_audio",
         "input_audio": {"data": base64.b64encode(buffer.getvalue()).decode(), "format": "wav"},

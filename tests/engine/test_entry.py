@@ -56,13 +56,34 @@ def detected(root: Path) -> compat.Compat:
 CPU_TORCH = "cuda: str | None = None\nhip = None\nxpu = None\n"
 
 
-def test_cuda_builds_beside_a_cpu_torch_are_seen_without_being_imported(tmp_path: Path) -> None:
+def exported_path(found: compat.Compat, *paths: Path) -> dict[str, str]:
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    compat.export(found, environment)
+    return environment
+
+
+def test_cuda_builds_beside_a_cpu_torch_are_seen(tmp_path: Path) -> None:
     package(tmp_path, "torch", "2.13.0+cpu", more=CPU_TORCH)
     package(tmp_path, "torchvision", "0.28.0+cu130", _C="no library")
     package(tmp_path, "torchaudio", "2.11.1+cu132")
     package(tmp_path, "torchcodec", "0.17.0+cu130")
     found = detected(tmp_path)
-    assert (found.stub, found.hide) == (TRAPS.stub, TRAPS.hide)
+    assert (found.stub, found.hide) == (TRAPS.stub, ("torchcodec", "torchaudio"))
+
+
+def test_a_torchaudio_that_can_do_without_its_library_stays_usable(tmp_path: Path) -> None:
+    package(tmp_path, "torch", "2.13.0+cpu", more=CPU_TORCH)
+    package(tmp_path, "torchvision", "0.28.0+cpu")
+    package(tmp_path, "torchcodec", "0.17.0")
+    package(tmp_path, "torchaudio", "2.11.1+cu132")
+    (tmp_path / "torchaudio" / "__init__.py").write_text("from . import _extension, functional")
+    (tmp_path / "torchaudio" / "functional.py").write_text("from torchaudio._extension import fail_if_no_align")
+    (tmp_path / "torchaudio" / "_extension.py").write_text("raise OSError('no such library')")
+    found = detected(tmp_path)
+    assert (found.stub, found.hide) == (("torchaudio._extension",), ())
+    assert (
+        python("import torchaudio; print('usable')", tmp_path, environment=exported_path(found, tmp_path)) == "usable"
+    )
 
 
 def test_cpu_builds_beside_a_cpu_torch_are_left_alone(tmp_path: Path) -> None:

