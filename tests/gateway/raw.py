@@ -46,7 +46,11 @@ class Raw:
         sock.setblocking(False)
         if self._receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
-        await asyncio.get_running_loop().sock_connect(sock, self._where)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, self._where)
+        except OSError:
+            sock.close()
+            raise
         self.reader, self.writer = await asyncio.open_connection(sock=sock, limit=1 << 16)
         return self
 

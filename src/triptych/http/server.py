@@ -131,22 +131,28 @@ class Server:
         return [s.getsockname()[:2] for s in listener.sockets]
 
     async def drain(self, timeout: float) -> bool:
-        """Accept no more, close idle connections, let running requests end; True if all ended within `timeout` s."""
+        """Accept no more, close idle connections, let running requests end and their answers go out.
+
+        True if all that was done within `timeout` seconds.
+        """
         self.draining = True
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         for connection in list(self.connections):
             connection.close_if_idle()
-        if self.running:
-            self._idle = self.loop.create_future()
-            try:
-                async with asyncio.timeout(timeout):
+        try:
+            async with asyncio.timeout(timeout):
+                if self.running:
+                    self._idle = self.loop.create_future()
                     await self._idle
-            except TimeoutError:
-                return False
-            finally:
-                self._idle = None
+                if self.connections:  # they are closing: what was answered may still lie in their buffers
+                    self._empty = self.loop.create_future()
+                    await self._empty
+        except TimeoutError:
+            return False
+        finally:
+            self._idle = self._empty = None
         return True
 
     async def close(self) -> None:
