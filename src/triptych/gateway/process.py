@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -91,6 +92,11 @@ async def _serve(settings: GatewaySettings) -> int:
     def asked() -> None:
         (hurry if ending.is_set() else ending).set()
 
+    # What start-up made stays: the collector need not look at it again, nor so often at requests' short-lived objects,
+    # which reference counts free (measured: a tenth of the CPU of a request).
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked)

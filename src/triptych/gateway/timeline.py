@@ -164,6 +164,15 @@ class Timeline:
         whatever the request. Engines' addresses stay inside.
         """
         now = _now()
+        if len(self.legs) == 1 and self.admitted is not None:
+            # The usual case, in one go.
+            leg, began = self.legs[0], self.began
+            return b"admission;dur=%.1f, %b;dur=%.1f, total;dur=%.1f" % (
+                (self.admitted - began) * 1e3,
+                leg.role.encode("ascii"),
+                ((leg.ended or now) - leg.queued) * 1e3,
+                (now - began) * 1e3,
+            )
         parts = []
         if self.admitted is not None:
             parts.append(f"admission;dur={(self.admitted - self.began) * 1e3:.1f}")
