@@ -23,6 +23,7 @@ help:  ## This list
 
 .PHONY: setup
 setup: $(STAMPS)/core $(STAMPS)/engine  ## Make .venv with the gateway, vLLM and the development tools
+	@echo "Set up: $(VENV)"
 
 .PHONY: demo
 ifneq ($(findstring --engine sim,$(strip $(subst =, ,$(ARGS)))),)
