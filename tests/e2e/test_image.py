@@ -6,8 +6,12 @@ Every test asserts on what the engines counted, since a silent fallback gives th
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +34,7 @@ from tests.e2e.rig import (
     until,
 )
 from triptych.gateway.handover.kv import KvContext, Nixl
+from triptych.models.tiny import write_tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -197,6 +202,24 @@ async def test_an_engines_own_4xx_reaches_the_client_as_it_is(engines: Engines) 
         with pytest.raises(BadRequestError) as caught:
             await tokens(up.url, ask(picture(71)), temperature=-5)
     assert "temperature" in str(caught.value)
+
+
+async def test_vllm_bench_serve_runs_against_the_gateway_unchanged(engines: Engines, tmp_path: Path) -> None:
+    tokenizer = write_tiny("image", tmp_path / "model")
+    async with gateway(**e_p_d(engines)) as up:
+        command = [
+            *(sys.executable, "-m", "triptych.engine.vllm", "bench", "serve", "--backend", "openai-chat"),
+            *("--base-url", up.url, "--endpoint", "/v1/chat/completions", "--model", "tiny"),
+            *("--tokenizer", str(tokenizer), "--dataset-name", "random", "--random-input-len", "40"),
+            *("--random-output-len", "6", "--num-prompts", "4", "--save-result", "--result-dir", str(tmp_path)),
+        ]
+        bench = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+        output, _ = await asyncio.wait_for(bench.communicate(), 240)
+        assert bench.returncode == 0, output.decode()[-3000:]
+        plans = [record.plan for record in up.gateway.requests if record.status == 200]
+    (result,) = tmp_path.glob("*.json")
+    assert json.loads(result.read_text())["completed"] == 4
+    assert plans.count("p_d") >= 4
 
 
 class KillsPrefill(Nixl):

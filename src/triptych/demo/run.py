@@ -244,8 +244,13 @@ def _tell(console: Console, told: Told) -> None:
     first = "" if answer.first is None else f", first event after {answer.first * 1e3:.0f} ms"
     console.print(f"  legs    {legs}  (plan {told.plan}, {answer.seconds * 1e3:.0f} ms in all{first})", highlight=False)
     counts = told.counts
+    took = f"prefill took {counts.items_taken} encoder outputs"
+    if not told.question.pictures:
+        took = "no encoder output needed"
+    elif not counts.items_taken:
+        took = "prefill still had the encoder's outputs"
     console.print(
-        f"  proof   prefill took {counts.items_taken} encoder outputs, decode the KV of {counts.kv_tokens} tokens; "
+        f"  proof   {took}; decode took the KV of {counts.kv_tokens} tokens; "
         + ("same tokens as the plain engine" if told.same else f"PLAIN ENGINE SAID {told.plain.text.strip()!r}"),
         style=None if told.same else "red",
         highlight=False,
