@@ -153,11 +153,15 @@ async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metric
 
 
 async def read_answer(leg: Leg, response: Response, limit: int, idle: float) -> bytes:
-    """The body of a response, at most `limit` bytes, with no silence longer than `idle` seconds. Raises LegError."""
+    """The body of a response, at most `limit` bytes, with no silence longer than `idle` seconds. Raises LegError.
+
+    The engine has done its part then: its place is free, however slowly a client takes what it said.
+    """
     try:
         body = await response.read(limit, timeout=idle)
     except UpstreamError as error:
         raise failed(leg, error) from error
+    leg.lease.release()
     leg.timing.bytes_in = len(body)
     return body
 

@@ -226,7 +226,7 @@ async def test_while_it_takes_nothing_of_a_stream(plan: PlanName, way: str) -> N
         assert rig.count("requests", plan=plan, status="499") == 1
 
 
-@by_way
+@pytest.mark.parametrize("way", ["close", "reset"])
 @pytest.mark.parametrize("plan", PLANS)
 async def test_while_it_takes_nothing_of_a_whole_answer(plan: PlanName, way: str) -> None:
     async with Rig(plan) as rig:
@@ -234,8 +234,24 @@ async def test_while_it_takes_nothing_of_a_whole_answer(plan: PlanName, way: str
         async with leaver(rig, receive_buffer=4096) as client:
             client.send(chat(images=images(plan)))
             await eventually(lambda: blocked(rig), "a blocked write", 5.0)
+            # The engines have done their part: a slow client holds none of their places.
+            assert sum(engine.in_flight for engine in rig.gateway.fleet.engines()) == 0
             await leave(client, way)
         assert rig.count("requests", plan=plan, status="499") == 1
+
+
+async def test_half_closing_after_the_answer_was_given_leaves_it_to_be_read() -> None:
+    """No leg runs any more, so nothing is to be closed."""
+    async with Rig("plain") as rig:
+        rig.sim("final").faults.add(Fault(kind="oversize", size=16_000_000, path=POSTS))
+        async with leaver(rig, receive_buffer=4096) as client:
+            client.send(chat())
+            await eventually(lambda: blocked(rig), "a blocked write", 5.0)
+            client.half_close()
+            answer = await client.answer()
+            assert answer.complete
+            assert len(answer.body) == 16_000_000
+        assert rig.count("requests", status="200") == 1
 
 
 def blocked(rig: Rig) -> bool:
