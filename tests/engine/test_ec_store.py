@@ -341,13 +341,17 @@ def test_a_second_producer_of_the_same_item_leaves_the_firsts_file(
     twin = EcStore(store.directory.parent, "ns", store.limits)
     real = ec_files.write_all
 
+    inodes = []
+
     def twin_first(descriptor: int, *parts: bytes | memoryview) -> None:
         monkeypatch.setattr(ec_files, "write_all", real)
         put(twin, "a")
+        inodes.append(file_of(store, "a").stat().st_ino)
         real(descriptor, *parts)
 
     monkeypatch.setattr(ec_files, "write_all", twin_first)
     put(store, "a")
+    assert [file_of(store, "a").stat().st_ino] == inodes
     assert recorded(store) == truth(store) == (SIZE, 1)
     assert list((store.directory / "new").iterdir()) == []
 

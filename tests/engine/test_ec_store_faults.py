@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_ec_store import EXPECTED, SIZE, put, recorded, rows_of, truth
+from tests.engine.test_ec_store import EXPECTED, SIZE, file_of, flip_last, put, recorded, rows_of, truth
 from triptych.engine.ec_store import EcStore, ItemUnusable, PublishRefused, StoreLimits
 
 # Small enough that nearly every publish evicts; a lease of 0 so that none is refused.
@@ -63,28 +63,50 @@ def die_at(call: int) -> None:
         setattr(os, name, wrap(getattr(os, name)))
 
 
-@pytest.mark.parametrize("filled", [0, 6], ids=["empty store", "full store"])
-def test_a_writer_killed_at_any_system_call_leaves_no_half_item_and_right_books(tmp_path: Path, filled: int) -> None:
+def publish(store: EcStore) -> None:
+    put(store, "new")
+
+
+def find_damage(store: EcStore) -> None:
+    with pytest.raises(ItemUnusable, match="corrupt"):
+        store.read("damaged", EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("filled", "action", "at_least"),
+    [(0, publish, 20), (6, publish, 20), (3, find_damage, 5)],
+    ids=["publish in an empty store", "publish in a full store", "remove a damaged item"],
+)
+def test_a_process_killed_at_any_system_call_leaves_no_half_item_and_right_books(
+    tmp_path: Path, filled: int, action: Callable[[EcStore], None], at_least: int
+) -> None:
     for call in range(1, 1000):
         store = EcStore(tmp_path / str(call), "ns", LIMITS)
         for index in range(filled):
             put(store, str(index))
+        if action is find_damage:
+            put(store, "damaged")
+            flip_last(file_of(store, "damaged"))
         store.close()
 
-        def publish_and_die(store: EcStore = store, call: int = call) -> None:
+        def act_and_die(store: EcStore = store, call: int = call) -> None:
             die_at(call)
-            put(store, "new")
+            action(store)
 
-        _, status = os.waitpid(in_child(publish_and_die), 0)
-        assert_sound(store)
-        assert put(store, "new") in (True, False)
+        _, status = os.waitpid(in_child(act_and_die), 0)
+        # A producer that is running already does not recover first, and may have more room.
+        roomy = EcStore(tmp_path / str(call), "ns")
+        put(roomy, "next")
+        assert recorded(roomy) == truth(roomy)
+        roomy.close()
+        put(store, "new")
         assert_sound(store)
         store.close()
         if not os.WIFSIGNALED(status):
             assert os.waitstatus_to_exitcode(status) == 0
-            assert call > 20, "the kills did not reach the writes"
+            assert call > at_least, "the kills did not reach the writes"
             return
-    pytest.fail("the writer never came to its end")
+    pytest.fail("the process never came to its end")
 
 
 def publish_for_ever(root: Path, seed: int) -> None:
