@@ -43,6 +43,8 @@ class Rig:
     engines: how many of each role (1). sims: fields of the simulators by role. deadlines, limits, health, and other
     settings as the gateway's. elsewhere: a port, by role, that stands for that engine.
 
+    probing: engines are probed on, by `health`.
+
     On leaving it checks that no socket is left, and that nothing went wrong by itself (`errors`, `unhandled`).
     """
 
@@ -55,6 +57,7 @@ class Rig:
         health: Mapping[str, Any] | None = None,
         ec: str = "example",
         elsewhere: Mapping[str, int] | None = None,
+        probing: bool = False,
         **settings: Any,
     ) -> None:
         self.plan = plan
@@ -67,6 +70,7 @@ class Rig:
         self._engines = engines or {}
         self._sims = sims or {}
         self._elsewhere = elsewhere or {}
+        self._probing = probing
         self._settings = settings
         self._health = {"interval": 3600, **(health or {})}
         self._stack = AsyncExitStack()
@@ -124,6 +128,8 @@ class Rig:
         for sim in self.all_sims:
             sim.close_idle()  # a test that wants a connection used before makes one by a request
             sim.reset_seen()
+        if self._probing:
+            return
         await eventually(lambda: not any(p.idle for p in self.gateway.client.pools()), "idle connections", 5.0)
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -250,7 +256,7 @@ class Rig:
             for role, pool in deployment.pools.items():
                 left[f"waiting for {role}"] = pool.waiting
         for sim in self.all_sims:
-            left[f"in flight on {sim!r}"] = sim.seen.in_flight
+            left[f"in flight on {sim.url}"] = sim.seen.in_flight
         return {what: rest for what, rest in left.items() if rest and what not in self.ignore}
 
     @property
