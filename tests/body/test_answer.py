@@ -100,3 +100,11 @@ def test_large_answers_are_read_whatever_they_hold() -> None:
     logprobs = [{"token": "t", "bytes": [1, 2], "top": [{"a": {}}] * 5}] * 40_000
     raw = json.dumps({"choices": [{"logprobs": logprobs}], "ec_transfer_params": {"h": 1}}).encode()
     assert top_level_object(raw, "ec_transfer_params") == b'{"h": 1}'
+
+
+def test_handles_are_nulled_in_an_answer_with_a_lone_surrogate_too() -> None:
+    answer = rb'{"text":"\ud83d","kv_transfer_params":{"a":1}}'
+    assert (
+        b"".join(apply(answer, null_splices(answer, {"kv_transfer_params"})))
+        == rb'{"text":"\ud83d","kv_transfer_params":null}'
+    )

@@ -114,7 +114,11 @@ def _quick_nulls(answer: bytes, keys: Collection[str]) -> list[Splice] | None:
     """
     if b"\\u00" in answer:
         return None
-    values = _hint(answer)
+    try:
+        check_utf8(answer, "answer")
+        values = _decode_object(answer).get
+    except (msgspec.MsgspecError, RecursionError, BodyError):
+        return None
     out: list[Splice] = []
     for key in keys:
         value = values(key)
