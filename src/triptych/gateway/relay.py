@@ -15,6 +15,7 @@ import msgspec
 
 from triptych.body.answer import AnswerError, null_splices
 from triptych.body.edit import apply
+from triptych.body.scan import BodyError, validate
 from triptych.gateway.endpoints import Api
 from triptych.gateway.errors import ApiError
 from triptych.gateway.identity import answer_headers
@@ -86,9 +87,8 @@ class Relay:
         if is_json and response.status < 300:
             try:
                 _check_json(body)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                message = f"{self.leg} answered {response.status} with what is not JSON: {error}"
-                raise LegError(self.leg.name, "invalid_response", message) from None
+            except (msgspec.MsgspecError, RecursionError):
+                self._check_again(body)
         if is_json and not self.keep_handles and b"_transfer_params" in body:
             try:
                 segments = apply(body, null_splices(body, HANDLES))
@@ -98,6 +98,13 @@ class Relay:
         if response.status >= 400:
             return Outcome(response.status, f"http_{response.status}", "http_error")
         return Outcome(response.status)
+
+    def _check_again(self, body: bytes) -> None:
+        """JSON that msgspec does not take (lone surrogates) is JSON all the same. Raises LegError for what is not."""
+        try:
+            validate(body, "answer")
+        except BodyError as error:
+            raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from None
 
     async def _bytes(self, response: Response) -> Outcome:
         """Anything else of unknown length (sound, say) as it comes.

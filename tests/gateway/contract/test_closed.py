@@ -396,3 +396,11 @@ async def test_a_decode_engines_answer_after_a_hop_has_its_handles_nulled_too() 
     async with Scripted(said) as p, Scripted(said) as d, Gate(prefill=[p.url], decode=[d.url]) as gate:
         assert (await gate.post(chat())).json == {KV: None}
         assert copies(d.last.body, KV) == [{"remote_port": 1}]
+
+
+async def test_an_answer_with_a_lone_surrogate_is_an_answer_like_any_other() -> None:
+    said = rb'{"choices":[{"text":"\ud83d"}],"kv_transfer_params":{"a":1}}'
+    async with Scripted(said) as c, Gate(combined=[c.url]) as gate:
+        answer = await gate.post(chat())
+        assert answer.status == 200
+        assert answer.body == rb'{"choices":[{"text":"\ud83d"}],"kv_transfer_params":null}'
