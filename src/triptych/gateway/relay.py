@@ -32,6 +32,14 @@ from triptych.http.sse import EventScanner, EventTooLarge
 _ERROR_EVENT = re.compile(rb'^(?:data: ?\{"error"|event: ?(?:error|response\.failed)[\r\n])', re.MULTILINE)
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
+# What the last event of a whole stream holds (vLLM 0.32, entrypoints): a stream that ends without it has been cut by
+# something that then ended it as if nothing had happened.
+_END_MARKS: dict[Api, bytes] = {
+    "chat": b"data: [DONE]",
+    "completions": b"data: [DONE]",
+    "messages": b"event: message_stop",
+}
+
 HANDLES = ("ec_transfer_params", "kv_transfer_params")
 
 
@@ -131,13 +139,16 @@ class Relay:
     async def _events(self, response: Response) -> Outcome:
         request, idle = self.request, self.deadlines.stream_idle
         scanner = EventScanner(self.limits.event_bytes)
+        end_mark = _END_MARKS.get(self.api, b"")
         told = False
+        last = b""
 
         def relay(data: bytes) -> bool:
-            nonlocal told
+            nonlocal told, last
             events = scanner.feed(data)
             if b"error" in events and _tells_error(events):
                 told = True
+            last = events or last
             return request.send_nowait(events)
 
         try:
@@ -147,11 +158,14 @@ class Relay:
                 if events:
                     await self._begin(response)
                     told = _tells_error(events)
+                    last = events
                     await request.send(events)
                     break
             await response.pump(relay, request.drained, timeout=idle)
             if scanner.pending:
                 raise CutError(self.leg.engine.origin, "the stream ended inside an event")
+            if not (request.started and (told or end_mark in last)):
+                raise CutError(self.leg.engine.origin, "the stream ended before its last event")
         except EventTooLarge as error:
             if error.ready:
                 if not request.started:
@@ -160,9 +174,8 @@ class Relay:
             message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
             return await self._broken(LegError(self.leg.name, "oversize", message))
         except UpstreamError as error:
-            return await self._broken(failed(self.leg, error))
-        if not request.started:
-            await self._begin(response)
+            if not end_mark or end_mark not in last:  # else all was said that there was to say
+                return await self._broken(failed(self.leg, error))
         await request.finish()
         if told:
             return Outcome(response.status, f"{self.leg.name}_stream_error", "http_error")

@@ -82,6 +82,7 @@ IN_STREAM: dict[str, What] = {
     "reset": What("invalid_response", rule={"kind": "reset_body"}),
     "reset-in-event": What("invalid_response", rule={"kind": "reset_body", "partial": True}),
     "garbage": What("invalid_response", rule={"kind": "wrong_length"}),
+    "end-without-end-mark": What("invalid_response", rule={"kind": "end"}),
     "hang": What("timeout", 504, {"kind": "hang_body"}, HURRY),
     "hang-in-event": What("timeout", 504, {"kind": "hang_body", "partial": True}, HURRY),
     "oversize": What("oversize", rule={"kind": "oversize", "size": 2 * MIB}, limits=CAPS),

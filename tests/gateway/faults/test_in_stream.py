@@ -9,6 +9,7 @@ import pytest
 
 from tests.gateway.raw import Answer, Raw
 from tests.gateway.rig import BODIES, PLANS, POSTS, PlanName, Rig, chat
+from triptych.http.server import Server
 from triptych.sim import Sim
 from triptych.sim.faults import Fault
 
@@ -58,6 +59,59 @@ def check_body(api: str, answer: Answer, status: int, text: str) -> None:
         assert set(answer.json["error"]) == {"message", "type", "param", "code"}
         assert answer.json["error"]["code"] == status
     assert text in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "messages"])
+@pytest.mark.parametrize("events", [0, 4])
+async def test_a_stream_that_ends_without_its_end_mark_is_a_broken_one(api: str, events: int) -> None:
+    """Something between engine and gateway may end a cut stream as if nothing had happened."""
+    path, body = BODIES[api]
+    async with Rig("plain") as rig:
+        rig.sim("combined").faults.add(Fault(kind="end", events=events, path=POSTS))
+        answer = await rig.post(body(stream=True), path)
+        text = f"combined engine {rig.sim('combined').url}: the stream ended before its last event"
+        if events:
+            assert answer.complete
+            check_form(api, answer.events[-2], 502, text)
+        else:
+            check_body(api, answer, 502, text)
+        await rig.settled()
+        assert rig.legs() == {("combined", "invalid_response"): 1}
+
+
+async def test_a_stream_without_any_event_is_no_answer() -> None:
+    path, body = BODIES["responses"]
+    async with Rig("plain") as rig:
+        rig.sim("combined").faults.add(Fault(kind="end", events=0, path=POSTS))
+        check_body("responses", await rig.post(body(stream=True), path), 502, "combined engine")
+        await rig.settled()
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "messages"])
+async def test_a_connection_lost_behind_the_end_mark_costs_nothing(api: str) -> None:
+    path, body = BODIES[api]
+    async with Rig("plain") as rig:
+        whole = await rig.post(body(stream=True), path)
+        last = len(whole.events) - 1
+
+        async def lose(request: Any) -> None:
+            """The whole stream, then the end of the connection instead of the end of the answer."""
+            await request.read_body(1 << 20)
+            await request.start(200, [(b"content-type", b"text/event-stream")])
+            await request.send(whole.body)
+            request.abort()
+
+        server = Server(lose)
+        ((_, port),) = await server.start("127.0.0.1", 0)
+        (engine,) = rig.gateway.fleet.engines()
+        engine.origin = engine.origin._replace(port=port)
+        answer = await rig.post(body(stream=True), path)
+        assert answer.complete
+        assert answer.body == whole.body
+        assert len(answer.events) - 1 == last
+        await rig.settled()
+        assert rig.legs() == {("combined", "success"): 2}
+        await server.close()
 
 
 @pytest.mark.parametrize("api", BODIES)
