@@ -113,7 +113,9 @@ def test_wrong_settings_are_listed_and_start_nothing(served: Served, monkeypatch
 def test_the_name_in_a_message_is_the_flag_that_was_typed(served: Served) -> None:
     for name in ("--decode", "--decode-servers-urls"):
         assert f"  {name}: decode[0].url: " in call(name, "x").stderr
-    assert "  --no-access-log: " not in call("--combined", A, "--no-access-log").stderr
+    shown = call("--combined", A, "--no-access-log", "--encode-priority", "--check").stdout
+    assert re.search(r"^access_log: false +# --no-access-log$", shown, re.M)
+    assert re.search(r"^encode_priority: true +# --encode-priority$", shown, re.M)
 
 
 def test_what_the_gateway_refuses_at_its_start_is_told_alike(served: Served) -> None:

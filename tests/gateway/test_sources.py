@@ -342,6 +342,16 @@ def test_a_broken_file_hides_no_fault_of_the_others_and_invents_none(file: Write
 # --- keys
 
 
+def test_a_key_that_is_a_word_for_none_is_a_key() -> None:
+    keys = load([flag("--combined", A)], {"TRIPTYCH_API_KEYS": "none,off"}).settings.api_keys
+    assert [key.get_secret_value() for key in keys] == ["none", "off"]
+
+
+def test_a_password_in_a_misplaced_url_is_not_shown(file: Write) -> None:
+    (problem,) = problems(config=file(f"combined: {A}\nprefer: http://u:hunter2@x:1\n"))
+    assert "(got 'http://***@x:1')" in problem
+
+
 def test_no_message_shows_a_key(file: Write) -> None:
     text = (
         "api_keys: [hunter2 a, 'hunter2\u00fc']\nengine_api_key: [hunter2]\napi_keyz: hunter2\n"

@@ -99,7 +99,7 @@ GOOD = {
 }
 
 
-@RELAXED
+@settings(RELAXED, max_examples=50)
 @given(st.data())
 def test_settings_that_are_valid_survive_being_shown(data: st.DataObject) -> None:
     environ = {"TRIPTYCH_COMBINED": "http://c:1,http://d:1"}
