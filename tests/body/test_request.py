@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.body.texts import joined, loads
+from triptych.body.answer import null_splices
+from triptych.body.edit import apply
+from triptych.body.media import find_media
 from triptych.body.request import OWNED, Policy, RequestBody
 from triptych.body.scan import BodyError
 
@@ -225,3 +228,28 @@ def test_what_is_not_one_json_object_is_400(raw: bytes) -> None:
     with pytest.raises(BodyError) as caught:
         RequestBody(raw)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("key", ["__class__", "__struct_fields__", "__init__", "get", "keys", "<stripped>", ""])
+def test_keys_that_are_names_in_python_are_keys_like_others(key: str) -> None:
+    raw = b'{"%b":{"a":[{"b":[{}]}]},"kv_transfer_params":1}' % key.encode()
+    body = RequestBody(raw)
+    assert body.get(key) == {"a": [{"b": [{}]}]}
+    assert joined(body.rewrite()) == raw.replace(b',"kv_transfer_params":1', b"")
+    assert joined(apply(raw, null_splices(raw, ["kv_transfer_params"]))) == raw.replace(b":1}", b":null}")
+
+
+def test_nesting_that_just_passes_the_validation_breaks_nothing_later() -> None:
+    passed = 0
+    for depth in range(500, 1000):
+        nested = b"[" * depth + b"]" * depth
+        raw = b'{"messages":[{"x":%b}],"n":%b,"ec_transfer_params":%b}' % (nested, nested, nested)
+        try:
+            body = RequestBody(raw)
+        except BodyError:
+            continue
+        passed += 1
+        assert body.hop_hazard("chat") == "n"
+        assert find_media(body, "chat").items == ()
+        assert joined(body.rewrite()) == raw.replace(b',"ec_transfer_params":%b' % nested, b"")
+    assert passed

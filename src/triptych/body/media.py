@@ -109,7 +109,7 @@ def _only_text(body: RequestBody, member: Member, api: Api) -> bool:
         return False
     try:
         _decode_messages(found)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return True
 

@@ -116,11 +116,11 @@ class RequestBody:
         return None if member is None else self.raw[member.value : member.end]
 
     def get(self, key: str) -> Any:
-        """The decoded value, None if absent. For small fields: the value is decoded at each call."""
+        """The decoded value, None if absent, its bytes if Python cannot hold it. Decoded anew at each call."""
         value = self.value(key)
         try:
             return None if value is None else json.loads(value)
-        except ValueError:  # an integer with more digits than Python converts
+        except (ValueError, RecursionError):  # an integer of too many digits; nesting that just passed the validation
             return value
 
     def text(self, key: str) -> str | None:

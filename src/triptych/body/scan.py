@@ -143,6 +143,8 @@ class _Bulk(msgspec.Struct, gc=False):
     structured_outputs: msgspec.Raw = msgspec.Raw(b"")
 
 
+_BULK: Final = frozenset(_Bulk.__struct_fields__)
+
 Hint = Callable[[str], msgspec.Raw | None]
 """Where a top-level value of that key may end, as the bytes of the value. Only a hint: it is compared before use."""
 
@@ -208,30 +210,28 @@ def validate_object(raw: bytes, what: str = "request body") -> Hint:
         BodyError: it is not; the message names the byte offset.
     """
     bulk = _checked(raw, _decode_bulk, what)
-    return lambda key: getattr(bulk, key, None)
+    return lambda key: getattr(bulk, key) if key in _BULK else None
 
 
 class Scanner:
     """Walks one validated JSON text. Each instance has one budget of `MAX_STEPS`."""
 
-    __slots__ = ("_hint", "_left", "_limit", "raw")
+    __slots__ = ("_left", "raw")
 
-    def __init__(self, raw: bytes, hint: Hint = _no_hint, limit: int = MAX_STEPS) -> None:
+    def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._hint = hint
-        self._left = limit
-        self._limit = limit
+        self._left = MAX_STEPS
 
     def _spend(self, steps: int) -> None:
         self._left -= steps
         if self._left <= 0:
-            raise BodyError(f"request body has more than {self._limit} nested values to look at", status=413)
+            raise BodyError(f"request body has more than {MAX_STEPS} nested values to look at", status=413)
 
     def members(self, at: int, rules: Rules = NO_RULES, hint: Hint = _no_hint) -> tuple[list[Member], int]:
         """Members of the object whose `{` is at `at`: all copies, in order; and the offset behind its `}`.
 
         Members whose key is in `rules.keys` are given as runs: one Member with the key `STRIPPED` for many
-        neighbours, without the comma behind the last.
+        neighbours, without the comma behind the last. `hint` tells where values may end.
         """
         raw = self.raw
         strip, run = rules
