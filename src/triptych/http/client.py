@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import ssl as ssl_module
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from triptych.http.errors import ClientClosed, ConnectError, ResetError
 from triptych.http.head import Header, header_lines, request_line
-from triptych.http.request import Buffer
+from triptych.http.request import BUFFERS, Buffer
 from triptych.http.response import Response
 from triptych.http.upstream import UpstreamConnection
 
 __all__ = ["Client", "Origin", "Response"]
 
 _JOIN_BELOW = 65_536
-_SLICE = 262_144
+_SLICE = 524_288
 _TAKING = "the upstream to take the request"
 
 
@@ -164,10 +164,10 @@ class Client:
         parts: Sequence[Buffer] = ()
         size = 0
         stream: AsyncIterator[bytes] | None = None
-        if isinstance(body, tuple | list):
-            parts = body
-        elif isinstance(body, bytes | bytearray | memoryview):
+        if isinstance(body, BUFFERS):
             parts = (body,)
+        elif isinstance(body, (tuple, list)):
+            parts = body
         elif isinstance(body, AsyncIterator):
             stream = body
         else:
@@ -180,14 +180,18 @@ class Client:
             size = sum(map(len, parts))
             framing = b"\r\n" if not size and method in (b"GET", b"HEAD") else b"content-length: %d\r\n\r\n" % size
         head = b"".join((request_line(method, target), pool.host_line, header_lines(headers), framing))
+        small = b"".join((head, *parts)) if stream is None and size <= _JOIN_BELOW else None
 
         connection = pool.take()
         while True:
             if connection is None:
                 connection = await self._connect(pool)
             response = connection.begin(method)
-            if stream is None:
-                await _send(connection, response, head, parts, size, timeout)
+            if small is not None:
+                connection.write(small)
+                connection.written = True
+            elif stream is None:
+                await _send(connection, response, head, parts, timeout)
             else:
                 await _send_stream(connection, response, head, stream, content_length, timeout)
             while not response.status and response.error is None:
@@ -240,6 +244,9 @@ class Client:
             raise
         finally:
             pool.connecting -= 1
+        if self.closing:
+            connection.abort()
+            raise ClientClosed("this client is closed")
         if not connection.usable:
             raise ConnectError(origin, "the connection was closed as soon as it was made")
         pool.busy.add(connection)
@@ -258,28 +265,37 @@ class Client:
             self._sweeper = self.loop.call_later(self.sweep_interval, self._sweep)
 
 
+def _batches(head: bytes, parts: Sequence[Buffer]) -> Iterator[list[Buffer]]:
+    """A request as lists of buffers of about `_SLICE` bytes each, nothing copied."""
+    batch: list[Buffer] = [head]
+    room = _SLICE
+    for part in parts:
+        view = memoryview(part)
+        while len(view) >= room:
+            batch.append(view[:room])
+            yield batch
+            view, batch, room = view[room:], [], _SLICE
+        if view:
+            batch.append(view)
+            room -= len(view)
+    if batch:
+        yield batch
+
+
 async def _send(
     connection: UpstreamConnection,
     response: Response,
     head: bytes,
     parts: Sequence[Buffer],
-    size: int,
     timeout: float | None,
 ) -> None:
-    """Write a whole request, stopping where the response comes first or the connection is lost."""
-    if size <= _JOIN_BELOW:
-        connection.write(b"".join((head, *parts)))
-        connection.written = True
-        return
-    connection.write(head)
-    for part in parts:
-        view = memoryview(part)
-        for at in range(0, len(view), _SLICE):
-            connection.write(view[at : at + _SLICE])
-            while connection.write_paused:
-                if response.status or response.error is not None:
-                    return
-                await response._wait(_TAKING, timeout)
+    """Write a large request, stopping where the response comes first or the connection is lost."""
+    for batch in _batches(head, parts):
+        connection.writelines(batch)
+        while connection.write_paused:
+            if response.status or response.error is not None:
+                return
+            await response._wait(_TAKING, timeout)
     connection.written = True
 
 

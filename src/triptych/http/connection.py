@@ -243,12 +243,14 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
         else:
             self._wait_for(_IDLE, self.limits.keep_alive_timeout)
+            parser = self._parser
+            early = bool(parser.rest)
             try:
-                events = self._parser.next_message()
+                events = parser.next_message()
             except ParseError as error:
                 self._refuse(error)
                 return
-            if events or self._parser.started:
+            if early:
                 self._handle(events)
 
     def _refuse(self, error: ParseError) -> None:

@@ -295,10 +295,12 @@ def _check_name(name: bytes) -> bool:
 def header_lines(headers: Iterable[Header]) -> bytes:
     """`headers` as lines, without those that belong to one hop (`content-length`, `transfer-encoding`, `connection`,
     `host`), which the caller writes. Raises UnsafeHeaderError."""
-    lines = [b"%b: %b\r\n" % header for header in headers if not _check_name(header[0])]
-    block = b"".join(lines)
+    lines = [b": ".join(header) for header in headers if not _check_name(header[0])]
+    lines.append(b"")
+    block = b"\r\n".join(lines)
     # One CR and one LF a line and no NUL, or some value holds what ends a line.
-    if block.count(b"\n") != len(lines) or block.count(b"\r") != len(lines) or b"\0" in block:
+    count = len(lines) - 1
+    if block.count(b"\n") != count or block.count(b"\r") != count or b"\0" in block:
         raise UnsafeHeaderError("a header value holds CR, LF or NUL")
     return block
 

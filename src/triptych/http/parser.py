@@ -119,6 +119,13 @@ class RequestParser(_Body):
             if found is None:
                 return events
             head, at = found
+            end = at + head.length
+            if at <= end <= len(data):
+                # The usual case, a whole message at once.
+                self._in_body = self.ended = True
+                if end < len(data):
+                    self.rest = data[end:]
+                return [head, data[at:end], END] if at < end else [head, END]
             events.append(head)
             self._in_body = True
             self._begin_body(head.length)
@@ -129,8 +136,11 @@ class RequestParser(_Body):
         """Go on behind END: the events of what waited in `rest`."""
         assert self.ended
         self.ended = self._in_body = False
-        data, self.rest = self.rest, b""
-        return self.feed(data) if data else []
+        data = self.rest
+        if not data:
+            return []
+        self.rest = b""
+        return self.feed(data)
 
 
 class ResponseParser(_Body):
@@ -172,6 +182,15 @@ class ResponseParser(_Body):
             if head.status >= 200:
                 self._in_body = True
                 self.keep_alive = head.keep_alive and head.length != UNTIL_EOF
+                end = at + head.length
+                if at <= end <= len(data):
+                    # The usual case, a whole message at once.
+                    self.ended = True
+                    self.rest = data[end:]
+                    if at < end:
+                        events.append(data[at:end])
+                    events.append(END)
+                    return events
                 self._begin_body(head.length)
         self._feed_body(data, at, events)
         return events

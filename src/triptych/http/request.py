@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from triptych.http.connection import Connection
 
 Buffer = bytes | bytearray | memoryview
+BUFFERS = (bytes, bytearray, memoryview)
 
 _JOIN_BELOW = 65_536
 """Bytes up to which head and body are copied into one write; above, they are handed over as they are."""
 
 
-class Request:
+class Request(Collector):
     """One request and its answer. Made by the server; used by one task.
 
     `path` and `query` are raw, `headers` have lower-case names, `content_length` is None for a chunked body.
@@ -28,7 +29,6 @@ class Request:
     """
 
     __slots__ = (
-        "_body",
         "_chunked",
         "_collecting",
         "_connection",
@@ -52,6 +52,7 @@ class Request:
     )
 
     def __init__(self, head: RequestHead, connection: Connection) -> None:
+        super().__init__()
         self.method = head.method
         self.target = head.target
         self.path = head.path
@@ -66,7 +67,6 @@ class Request:
         self.body_ended = False
         self._connection = connection
         self._expect = head.expect_continue
-        self._body = Collector()
         self._limit = -1
         self._collecting = False
         self._error: ServerSideError | None = None
@@ -103,7 +103,7 @@ class Request:
         """The whole body, at most `limit` bytes. Raises BodyTooLarge once it is known, BodyTimeout, BadRequest."""
         if (self.content_length or 0) > limit:
             raise BodyTooLarge(limit)
-        if self._body.size > limit:
+        if self.collected > limit:
             raise BodyTooLarge(limit)
         if not self.body_ended:
             self._limit = limit
@@ -112,7 +112,7 @@ class Request:
             self._collecting = False
         if self._error is not None:
             raise self._error
-        return self._body.take()
+        return self._take()
 
     def body_chunks(self, limit: int) -> BodyChunks:
         """The body as it comes, `bytes` at a time, the client held back while nobody takes; same errors."""
@@ -128,7 +128,7 @@ class Request:
         connection = self._connection
         if self._expect:
             self._expect = False
-            if not self.started and not self._body.size:
+            if not self.started and not self.collected:
                 connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._waiter = connection.loop.create_future()
         connection.want_body(True)
@@ -142,7 +142,7 @@ class Request:
         """From the connection: bytes of the body. A memoryview is valid during this call only."""
         if self._error is not None:
             return
-        size = self._body.add(data)
+        size = self._add(data)
         waiter = self._waiter
         if waiter is not None:
             if not self._collecting:
@@ -160,7 +160,7 @@ class Request:
 
     def fail(self, error: ServerSideError) -> None:
         """From the connection: there will be no more of the body."""
-        self._body.drop()
+        self._drop()
         self._error = error
         waiter = self._waiter
         if waiter is not None and not waiter.done():
@@ -169,7 +169,7 @@ class Request:
     @property
     def buffered(self) -> int:
         """Bytes of the body that have come and were not taken."""
-        return self._body.size
+        return self.collected
 
     @property
     def collecting(self) -> bool:
@@ -181,7 +181,7 @@ class Request:
     async def respond(self, status: int, headers: Sequence[Header], body: Buffer | Sequence[Buffer] = b"") -> None:
         """The whole answer. `content-length` is computed; framing headers among `headers` are left out."""
         connection = self._begin()
-        parts: Sequence[Buffer] = (body,) if isinstance(body, bytes | bytearray | memoryview) else body
+        parts: Sequence[Buffer] = (body,) if isinstance(body, BUFFERS) else body
         length = sum(map(len, parts))
         bodiless = status in (204, 304)
         head = self._head(status, headers, b"" if bodiless else b"content-length: %d\r\n" % length)
@@ -245,8 +245,11 @@ class Request:
         size = len(data)
         if self._chunked and 0 < size <= _JOIN_BELOW and not self.finished and type(data) is bytes:
             # The short way for an event of a stream.
+            transport = connection._transport
+            if transport is None or connection.gone:
+                raise ClientGone("the client has left")
             self.bytes_sent += size
-            connection.write(b"%x\r\n%b\r\n" % (size, data))
+            transport.write(b"%x\r\n%b\r\n" % (size, data))
         else:
             self._send(data)
         return not connection.write_paused
@@ -317,7 +320,7 @@ class BodyChunks:
             if request.body_ended:
                 raise StopAsyncIteration
             await request._more_body()
-        data = request._body.take()
+        data = request._take()
         request._connection.relieve()
         self._total += len(data)
         if self._total > request._limit:

@@ -18,7 +18,7 @@ READ_AHEAD = 262_144
 """Bytes of a response that wait to be taken before the upstream is held back."""
 
 
-class Response:
+class Response(Collector):
     """One exchange. Whoever got it from `Client.request` has the head; read the rest with `read` or `chunks`, and
     `close` it whatever happens.
 
@@ -26,7 +26,6 @@ class Response:
     """
 
     __slots__ = (
-        "_body",
         "_connection",
         "_held",
         "_limit",
@@ -44,6 +43,7 @@ class Response:
     )
 
     def __init__(self, connection: UpstreamConnection) -> None:
+        super().__init__()
         self.status = 0
         self.reason = b""
         self.headers: list[Header] = []
@@ -53,7 +53,6 @@ class Response:
         self.ended = False
         self.error: UpstreamError | None = None
         self._connection: UpstreamConnection | None = connection
-        self._body = Collector()
         self._limit = -1
         self._sink: Callable[[bytes], bool] | None = None
         self._sink_error: Exception | None = None
@@ -74,7 +73,7 @@ class Response:
         Raises ResponseTooLarge as soon as it is known, CutError, GarbageError, and UpstreamTimeout when nothing comes
         for `timeout` seconds.
         """
-        if (self.length or 0) > limit or self._body.size > limit:
+        if (self.length or 0) > limit or self.collected > limit:
             self.close()
             raise ResponseTooLarge(self.origin, limit)
         self._limit = limit
@@ -82,7 +81,7 @@ class Response:
             if self.error is not None:
                 raise self.error
             await self._wait("the rest of the response", timeout)
-        return self._body.take()
+        return self._take()
 
     def chunks(self, *, timeout: float | None = None) -> ResponseChunks:
         """Async iterator over the body as it comes; what arrived together comes as one `bytes`.
@@ -106,8 +105,8 @@ class Response:
         """
         try:
             while True:
-                while self._body.size:
-                    if not sink(self._body.take()):
+                while self.collected:
+                    if not sink(self._take()):
                         await drained()
                 if self.error is not None:
                     raise self.error
@@ -184,7 +183,7 @@ class Response:
             self._sink = None
             self.wake()
             return True
-        size = self._body.add(data)
+        size = self._add(data)
         if self._limit < 0:
             self.wake()
             return size <= READ_AHEAD
@@ -223,10 +222,10 @@ class ResponseChunks:
 
     async def __anext__(self) -> bytes:
         response = self._response
-        while not response._body.size:
+        while not response.collected:
             if response.error is not None:
                 raise response.error
             if response.ended:
                 raise StopAsyncIteration
             await response._wait("the next bytes of the response", self._timeout)
-        return response._body.take()
+        return response._take()

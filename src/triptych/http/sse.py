@@ -48,11 +48,11 @@ class EventScanner:
 
     def feed(self, data: bytes) -> bytes:
         """More of the stream; returns what may be passed on."""
-        if not self._kept and data[-2:] == b"\n\n" and b"\r" not in data:
-            ends = data.count(b"\n\n")
-            if ends == 1 or b"\n\n\n" not in data:
-                # A blank line at the very start ends nothing.
-                self.events += ends - (data[:2] == b"\n\n")
+        if not self._kept:
+            at = data.find(b"\n\n")
+            if at > 0 and at == len(data) - 2 and b"\r" not in data and data[0] != 0x0A:
+                # The usual case, exactly one event.
+                self.events += 1
                 return data
         return self._scan(data)
 

@@ -142,6 +142,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None and not self._closed:
             self._transport.write(data)
 
+    def writelines(self, batch: list[bytes | bytearray | memoryview]) -> None:
+        """Like `write`, several buffers at once."""
+        if self._transport is not None and not self._closed:
+            self._transport.writelines(batch)
+
     async def room(self) -> None:
         """Until there is room to write again, or the connection is closed."""
         if self._closed or not self.write_paused:
