@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.body.texts import joined, loads
@@ -239,9 +242,13 @@ def test_keys_that_are_names_in_python_are_keys_like_others(key: str) -> None:
     assert joined(apply(raw, null_splices(raw, ["kv_transfer_params"]))) == raw.replace(b":1}", b":null}")
 
 
+def deeper(frames: int, work: Callable[[], Any]) -> Any:
+    return deeper(frames - 1, work) if frames else work()
+
+
 def test_nesting_that_just_passes_the_validation_breaks_nothing_later() -> None:
     passed = 0
-    for depth in range(500, 1000):
+    for depth in range(600, 1000, 5):
         nested = b"[" * depth + b"]" * depth
         raw = b'{"messages":[{"x":%b}],"n":%b,"ec_transfer_params":%b}' % (nested, nested, nested)
         try:
@@ -249,7 +256,7 @@ def test_nesting_that_just_passes_the_validation_breaks_nothing_later() -> None:
         except BodyError:
             continue
         passed += 1
-        assert body.hop_hazard("chat") == "n"
-        assert find_media(body, "chat").items == ()
+        assert deeper(60, lambda: body.hop_hazard("chat")) == "n"  # noqa: B023
+        assert deeper(60, lambda: find_media(body, "chat")).items == ()  # noqa: B023
         assert joined(body.rewrite()) == raw.replace(b',"ec_transfer_params":%b' % nested, b"")
     assert passed
