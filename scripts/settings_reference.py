@@ -111,7 +111,9 @@ def _default(loc: Loc, value: Any) -> str:
     if isinstance(value, int):
         return size_text(value) if str(loc[-1]).endswith("bytes") else str(value)
     assert not isinstance(value, SecretStr)
-    return str(value) if isinstance(value, str) else "required"
+    if isinstance(value, str | dict):
+        return str(value)
+    return "required"
 
 
 def table() -> str:

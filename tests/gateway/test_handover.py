@@ -12,7 +12,7 @@ from triptych.gateway.settings import EngineSettings
 
 CONSUMER = EngineSettings.model_validate({"url": "http://c:1", "ec_zmq": ["tcp://c:1", "tcp://c:2"]})
 CONTEXT = EcContext("r", CONSUMER, ("t0", "t1", "t2"), rank=1)
-KV = KvContext("r", CONSUMER, CONSUMER)
+KV = KvContext("r", CONSUMER, CONSUMER, "0" * 32)
 
 
 @pytest.fixture(params=["example", "eccpu"])

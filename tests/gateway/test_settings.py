@@ -209,3 +209,10 @@ def test_settings_cannot_be_changed() -> None:
 )
 def test_addresses_are_host_and_port(text: str, pair: tuple[str, int]) -> None:
     assert host_port(text) == pair
+
+
+def test_an_engine_may_carry_what_a_dialect_of_a_third_party_needs_to_know_of_it() -> None:
+    given = {"url": "http://p:1", "handover": {"bootstrap_port": 8998, "engine_id": "a"}}
+    settings = GatewaySettings.model_validate({"prefill": [given], "decode": ["http://d:1"]})
+    assert settings.models[0].prefill[0].handover == {"bootstrap_port": 8998, "engine_id": "a"}
+    assert settings.models[0].decode[0].handover == {}

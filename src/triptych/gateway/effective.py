@@ -86,7 +86,9 @@ def _scalar(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, int | float):
         return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(name)}: {_scalar(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, tuple | list | frozenset):
         return f"[{', '.join(sorted(map(_scalar, value)) if isinstance(value, frozenset) else map(_scalar, value))}]"
     text = str(value)
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false") and not text.endswith(":")

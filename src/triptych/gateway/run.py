@@ -77,7 +77,12 @@ class Run:
             if prefill is None:
                 final.body = self.bodies.final({}, consumer=True)
                 return await self._answer(final)
-            context = KvContext(self.request_id, plan.prefill.settings, plan.final.settings)  # type: ignore[union-attr]
+            context = KvContext(
+                self.request_id,
+                plan.prefill.settings,  # type: ignore[union-attr]
+                plan.final.settings,
+                secrets.token_hex(16),
+            )
             prefill.body = self.bodies.prefill(self.kv.prefill_members(context))
             if self.kv.at_once:
                 return await self._at_once(prefill, final, context)

@@ -7,7 +7,7 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -62,6 +62,10 @@ class EngineSettings(Model):
         (),
         description="EC mooncake: the control address(es) tcp://HOST:PORT where this consumer takes encoder output, "
         "one per data-parallel rank",
+    )
+    handover: Mapping[str, Any] = Field(
+        {},
+        description="whatever else a hand-over dialect needs to know of this engine; those of Triptych need nothing",
     )
 
     @model_validator(mode="before")

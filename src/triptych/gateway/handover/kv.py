@@ -11,11 +11,16 @@ from triptych.gateway.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class KvContext:
-    """What a dialect may know of the request: its id, and the engines that the plan has chosen."""
+    """What a dialect may know of the request: its id, and the engines that the plan has chosen.
+
+    transfer_id: 32 hex digits that nobody can guess and no other request has. What both legs must agree on (a room, a
+    transfer) is to be made of it and not of `request_id`, which clients choose.
+    """
 
     request_id: str
     prefill: EngineSettings
     decode: EngineSettings
+    transfer_id: str
 
 
 class KvDialect(Protocol):
