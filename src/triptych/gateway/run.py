@@ -30,6 +30,8 @@ from triptych.http.client import Client
 from triptych.http.head import Header
 from triptych.http.request import Buffer, Request
 
+_RANK = b"x-data-parallel-rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Tools:
@@ -131,7 +133,9 @@ class Run:
         consumer.pinned = self.ec.pins_consumer
         rank = self.ec.consumer_rank(context)
         if rank is not None:
-            consumer.headers = [*consumer.headers, (b"x-data-parallel-rank", b"%d" % rank)]
+            # The encoders were told of this rank: a client's own, where a setting lets it through, gives way.
+            headers = [header for header in consumer.headers if header[0] != _RANK]
+            consumer.headers = [*headers, (_RANK, b"%d" % rank)]
 
     async def _prefill(self, leg: Leg) -> bytes | None:
         """Run the prefill leg; what it hands to decode, None for nothing."""
