@@ -92,6 +92,6 @@ $(STAMPS)/peers: | $(STAMPS)/venv
 	@scripts/step.sh "Installing what the benchmarks compare with" $(VENV)/peers/bin/python -m pip install vllm-router
 	@touch $@
 
-$(STAMPS)/engine: scripts/engine.sh scripts/setup-engine.sh | $(STAMPS)/core
+$(STAMPS)/engine: scripts/engine.sh src/triptych/engine/install.py | $(STAMPS)/core
 	@scripts/engine.sh $(PY) $(ENGINE)
 	@touch $@

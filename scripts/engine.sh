@@ -6,12 +6,6 @@ set -euo pipefail
 
 python=$1
 kind=${2:-auto}
-here=$(dirname "$0")
-
-if [[ $kind == auto ]]; then
-    kind=cpu
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then kind=gpu; fi
-fi
 
 fail() {
     echo >&2
@@ -22,19 +16,12 @@ fail() {
     exit 1
 }
 
-[[ $(uname -s) == Linux ]] || fail "it runs on Linux, and this is $(uname -s)"
-
 case $kind in
-gpu)
-    "$here/step.sh" "Installing vLLM for the GPU (several GB, minutes, once)" \
-        "$python" -m pip install -e '.[engine]' av soundfile soxr nixl || fail "pip failed, see above"
-    ;;
-cpu)
-    "$here/step.sh" "Installing vLLM for the CPU (3.5 GB, minutes, once)" \
-        bash "$here/setup-engine.sh" "$python" || fail "the installation failed, see above"
-    ;;
+auto | cpu | gpu) ;;
 *)
     echo "ENGINE must be auto, cpu or gpu, not $kind" >&2
     exit 2
     ;;
 esac
+[[ $(uname -s) == Linux ]] || fail "it runs on Linux, and this is $(uname -s)"
+"$python" -m triptych.engine.install --kind "$kind" || fail "the installation failed, see above"

