@@ -455,6 +455,7 @@ def test_embeddings_read_chats_and_batches_but_take_no_handles(field: str, batch
         ("completions", {"prompt": [{"image_url": HTTP}]}), ("completions", {"prompt": "x", "image_url": HTTP}),
         ("completions", {"prompt": image(HTTP)}),
         ("chat", {"messages": [[{"role": "user", "content": [image(HTTP)]}]]}),
+        ("embeddings", {"messages": [[[{"role": "user", "content": [image(HTTP)]}]]]}),
         ("chat", {"messages": [], "video_url": "x"}), ("chat", {"messages": [{"content": image(HTTP)}]}),
         ("responses", {"previous_input_messages": [{"content": [image(HTTP)]}]}),
     ],
