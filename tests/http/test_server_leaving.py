@@ -212,6 +212,60 @@ async def test_a_handler_that_fails_after_its_client_left_is_reported_and_nothin
     assert isinstance(served.errors[0], LookupError)
 
 
+async def test_a_large_request_sent_before_the_handler_is_done_with_the_last_one_waits_its_turn(serve, connect):
+    release = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        body = await request.read_body(10_000_000)
+        await request.respond(200, [], b"%d" % len(body))
+        await release.wait()
+
+    served = await serve(handler)
+    peer = await connect(served)
+    await peer.send(post(b"/", b"x"))
+    _, headers, _ = await peer.response()
+    assert b"connection" not in headers
+    upload = asyncio.ensure_future(peer.send(post(b"/", b"x" * 5_000_000)))
+    await until(lambda: any(c._reading_paused for c in served.server.connections))
+    release.set()
+    await upload
+    assert (await peer.response())[2] == b"5000000"
+
+
+async def test_a_reset_between_an_early_answer_and_its_end_does_no_harm(serve, connect, monkeypatch):
+    """What `shutdown` says of a connection that was reset after the answer was written."""
+    go = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        transport = request._connection._transport
+        if isinstance(transport, asyncio.Transport):  # asyncio's own; that of uvloop cannot be changed
+            monkeypatch.setattr(transport, "write_eof", not_connected)
+        else:
+            request._connection._transport = Shut(transport)
+        await go.wait()
+        await request.respond(413, [])
+
+    def not_connected() -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    class Shut:
+        def __init__(self, transport) -> None:
+            self._inner = transport
+
+        def __getattr__(self, name: str):
+            return getattr(self._inner, name)
+
+        def write_eof(self) -> None:
+            not_connected()
+
+    served = await serve(handler)
+    peer = await connect(served)
+    await peer.send(post(b"/", b"x" * 100)[:-1])
+    go.set()
+    await until(lambda: served.server.running == 0 and not served.server.connections)
+    assert not served.errors
+
+
 async def test_writing_to_a_client_that_left_raises_client_gone(serve, connect):
     outcomes = []
 

@@ -292,7 +292,7 @@ async def _send(
     """Write a large request, stopping where the response comes first or the connection is lost."""
     for batch in _batches(head, parts):
         connection.writelines(batch)
-        while connection.write_paused:
+        while connection.write_paused or not connection.usable:
             if response.status or response.error is not None:
                 return
             await response._wait(_TAKING, timeout)
@@ -319,6 +319,8 @@ async def _send_stream(
                     raise ValueError("the request body is longer than its content-length")
                 if data:
                     connection.write(data if length is not None else b"%x\r\n%b\r\n" % (len(data), data))
+                if not connection.usable:
+                    return
                 if connection.write_paused and timeout is not None:
                     connection.wait_for(_TAKING, timeout)
                     await connection.room()

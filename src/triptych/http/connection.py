@@ -121,11 +121,20 @@ class Connection(asyncio.BufferedProtocol):
                 return False
             self._handle(events)
         if len(parser.rest) > self.limits.pipelined_bytes:
-            # Further requests, early. Reading goes on (or a client that leaves would go unnoticed), so what comes is
-            # thrown away: a client has to send again what was not answered when the connection closes.
-            parser.rest = b""
-            self.last_request = self._discarding = True
+            self._bound_pipeline()
         return not self._discarding
+
+    def _bound_pipeline(self) -> None:
+        """There is much of further requests, early."""
+        request = self._request
+        if request is not None and request.finished:
+            # The handler is about to return, and the client has its answer: the next request may wait in the kernel.
+            self._pause_reading()
+        else:
+            # Reading must go on (or a client that leaves would go unnoticed), so what comes is thrown away: a client
+            # has to send again what was not answered when the connection closes.
+            self._parser.rest = b""
+            self.last_request = self._discarding = True
 
     def eof_received(self) -> bool:
         request = self._request
@@ -188,14 +197,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hold_back(self, request: Request) -> None:
         """Read no more while much of a body waits to be taken."""
-        if (
-            request.buffered > self.limits.body_buffer
-            and not request.body_ended
-            and not request.collecting
-            and not self._reading_paused
-            and not self._closing
-            and self._transport is not None
-        ):
+        if request.buffered > self.limits.body_buffer and not request.body_ended and not request.collecting:
+            self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        if self._transport is not None and not self._reading_paused and not self._closing:
             self._reading_paused = True
             self._transport.pause_reading()
 
@@ -243,6 +249,7 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
         else:
             self._wait_for(_IDLE, self.limits.keep_alive_timeout)
+            self.relieve()
             parser = self._parser
             early = bool(parser.rest)
             try:
@@ -288,15 +295,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def write(self, data: Buffer) -> None:
         """Hand bytes to the transport. Raises ClientGone."""
-        if self.gone or self._transport is None:
-            raise ClientGone("the client has left")
-        self._transport.write(data)
+        self._writable().write(data)
 
     def writelines(self, parts: tuple[Buffer, ...]) -> None:
         """Like `write`, several buffers at once."""
-        if self.gone or self._transport is None:
+        self._writable().writelines(parts)
+
+    def _writable(self) -> asyncio.Transport:
+        transport = self._transport
+        # A transport that failed to write is closing for a turn of the loop before it says so.
+        if transport is None or self.gone or transport.is_closing():
             raise ClientGone("the client has left")
-        self._transport.writelines(parts)
+        return transport
 
     async def drained(self) -> None:
         """Wait until the client has taken enough of what was written. Raises WriteStalled, ClientGone."""
@@ -359,7 +369,11 @@ class Connection(asyncio.BufferedProtocol):
         self._wait_for(_LINGER, self.limits.linger_timeout)
         self._guard_writing()
         if transport.can_write_eof():
-            transport.write_eof()
+            try:
+                transport.write_eof()
+            except OSError:
+                self.abort()  # reset meanwhile
+                return
         self.relieve()
 
     # --- deadlines ---------------------------------------------------------------------------------------------
@@ -418,7 +432,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _look_for_client(self) -> None:
         """Reading is paused, so the transport would not tell that the client has left: ask the kernel."""
-        if _TCP_INFO is None or self._transport is None:
+        if _TCP_INFO is None or self._transport is None or self._request is None or self._request.finished:
             return
         sock = self._transport.get_extra_info("socket")
         if sock is None or sock.family == socket.AF_UNIX:

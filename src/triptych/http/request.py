@@ -245,11 +245,8 @@ class Request(Collector):
         size = len(data)
         if self._chunked and 0 < size <= _JOIN_BELOW and not self.finished and type(data) is bytes:
             # The short way for an event of a stream.
-            transport = connection._transport
-            if transport is None or connection.gone:
-                raise ClientGone("the client has left")
+            connection._writable().write(b"%x\r\n%b\r\n" % (size, data))
             self.bytes_sent += size
-            transport.write(b"%x\r\n%b\r\n" % (size, data))
         else:
             self._send(data)
         return not connection.write_paused

@@ -139,12 +139,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Hand bytes to the transport; on a lost connection nothing happens, the response says so."""
-        if self._transport is not None and not self._closed:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def writelines(self, batch: list[bytes | bytearray | memoryview]) -> None:
         """Like `write`, several buffers at once."""
-        if self._transport is not None and not self._closed:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(batch)
 
     async def room(self) -> None:
