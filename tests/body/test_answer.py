@@ -91,8 +91,15 @@ def test_nulling_touches_the_handles_and_nothing_else(value: Pairs, seed: int) -
     assert loads(result) == [(key, None if key in keys else inner) for key, inner in loads(raw)]
 
 
-def test_answer_without_handles_goes_to_the_client_as_the_same_object() -> None:
-    raw = b'{"id":"x","kv_transfer_params":null,"choices":[{"ec_transfer_params":1}]}'
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"id":"x","kv_transfer_params":null,"choices":[{"ec_transfer_params":1}]}',
+        b'{"kv_transfer_params":null,"\\u0069d":"x","ec\\u005ftransfer_params":null}',
+        b'{"kv_transfer_params":null,"kv_transfer_params" : null,"id":"\\u00e9"}',
+    ],
+)
+def test_answer_without_handles_goes_to_the_client_as_the_same_object(raw: bytes) -> None:
     assert apply(raw, null_splices(raw, ["ec_transfer_params", "kv_transfer_params"]))[0] is raw
 
 

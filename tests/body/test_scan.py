@@ -77,6 +77,17 @@ def test_runs_hold_the_members_of_the_rules_and_nothing_else(value: Pairs, seed:
     assert covered == sum(m.key in keys for m in every)
 
 
+@pytest.mark.parametrize("window", range(30, 100))
+def test_runs_are_whole_members_wherever_their_window_ends(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_WINDOW", window)
+    values = [b"123456789", b"true", b'"text"', b'{"a":[1,2]}', b"-1.5e-7"]
+    raw = b"{" + b",".join(b'"ec_transfer_params":%b' % value for value in values * 4) + b',"x":1}'
+    found, _ = Scanner(raw).members(0, Rules.of(frozenset({"ec_transfer_params"})))
+    ends = {m.end for m in members(raw)}
+    assert [m.key for m in found if m.key is not STRIPPED] == ["x"]
+    assert all(m.end in ends for m in found)
+
+
 @steady
 @given(st.lists(st.sampled_from(["\\\\", '\\"', "\\n", "a", "\\u005c", "é", "x" * 70000]), max_size=40).map("".join))
 def test_string_end_is_that_of_json_loads(body: str) -> None:
