@@ -46,9 +46,10 @@ def nginx_config(listen: int, upstream: int) -> Sequence[str]:
         f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
 http {{
-  access_log off; client_max_body_size 64m; client_body_buffer_size 2m; client_body_temp_path {folder}/body;
+  access_log off; keepalive_requests 100000000; client_max_body_size 64m; client_body_buffer_size 2m;
+  client_body_temp_path {folder}/body;
   proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  upstream engine {{ server 127.0.0.1:{upstream}; keepalive 64; }}
+  upstream engine {{ server 127.0.0.1:{upstream}; keepalive 64; keepalive_requests 100000000; }}
   server {{ listen 127.0.0.1:{listen};
     location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header connection "";
       proxy_buffering off; }} }}

@@ -64,7 +64,7 @@ class _Connection:
                     self.writer.write(_whole(_MODELS))
                 elif b'"stall":true' in body[-200:]:
                     await asyncio.Event().wait()
-                elif b'"stream":true' in body[-200:]:
+                elif len(body) < 100_000 and b'"stream":true' in body:
                     await self.stream()
                 else:
                     self.writer.write(_whole(_ANSWER))
