@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -276,7 +277,10 @@ class Gateway:
         if path == "/readyz":
             return self._readiness()
         self.keyring.tenant(request.headers, "other")
-        cards = {card["id"]: card for deployment in self.fleet.deployments for card in model_cards(deployment)}
+        cards: dict[str, Mapping[str, Any]] = {}
+        for deployment in self.fleet.deployments:
+            for card in deployment.cards():
+                cards.setdefault(card["id"], card)
         if path == "/v1/models":
             return _Reply(200, msgspec.json.encode({"object": "list", "data": list(cards.values())}))
         name = unquote(path.removeprefix("/v1/models/"))
@@ -323,11 +327,6 @@ class _Reply:
 
 
 _GETS = ("/health", "/readyz", "/version", "/v1/models")
-
-
-def model_cards(deployment: Deployment) -> list[dict[str, object]]:
-    """The deployment's models as `/v1/models` lists them: what engines told of each, else the bare name."""
-    return [{"id": name, "object": "model", "owned_by": "triptych"} for name in sorted(deployment.names)]
 
 
 def can_serve(deployment: Deployment) -> bool:
