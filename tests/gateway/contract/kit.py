@@ -93,7 +93,9 @@ class Gate(Rig):
         log = Log("json", "debug", write=self.lines.append)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(settings, log))
-        await eventually(lambda: self.gateway.fleet.probed and self.probes_done, "the first probes", 30.0)
+        engines = list(self.gateway.fleet.engines())
+        known = lambda: self.gateway.fleet.probed and all(e.names is not None or not e.healthy for e in engines)  # noqa: E731
+        await eventually(lambda: known() and not self._busy, "the first probes", 30.0)
         self._tasks = asyncio.all_tasks()
 
 
