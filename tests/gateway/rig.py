@@ -121,6 +121,7 @@ class Rig:
         log = Log("json", "debug", write=self.lines.append)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(settings, log))
+        self.gateway.client.sweep_interval = 0.05  # deadlines are seen up to two sweeps late
         if self._elsewhere:
             await self._know_by_word()
         await eventually(lambda: self.gateway.fleet.probed and self.probes_done, "the first probes", 10.0)
