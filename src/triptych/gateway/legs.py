@@ -133,16 +133,13 @@ class LegBodies:
             handed = None if place is None else handles[place]
             parts.append(None if handed is None else metadata_part(self.endpoint.api, item.modality, handed))
         raw_modalities = {item.modality for item, part in zip(self.media.items, parts, strict=True) if part is None}
-        splices: list[Splice] = []
-        replaced: list[tuple[int, int]] = []
+        splices = list(self._embeds)
         for item, part, uuids in zip(self.media.items, parts, self._uuids, strict=True):
             if part is None or item.modality in raw_modalities:
                 splices += uuids
             else:
                 splices.append(part_splice(item, part))
-                replaced.append(item.part)
-        self.rewritten = len(replaced)
-        splices += [s for s in self._embeds if not any(start <= s.start < end for start, end in replaced)]
+                self.rewritten += 1
         self._consumer_parts = splices
 
     def _given(self, key: str) -> bool:
