@@ -26,11 +26,13 @@ _T = TypeVar("_T")
 MAX_STEPS: Final = 1 << 18
 """Members, elements and brackets of one body that the scanner visits one by one before it refuses the body."""
 
+_SLOW: Final = 2  # steps that a member costs besides its own where it is not read by one regular expression
 _UTF8_CHUNK: Final = 1 << 20
 _WINDOW: Final = 1 << 18
+_FIRST_CHUNK: Final = 1 << 10
 _CHUNK: Final = 1 << 16
 _LONG: Final = 1 << 16
-_FEW_ESCAPES: Final = 8
+_FEW_ESCAPES: Final = 4
 
 _WS: Final = rb"[ \t\n\r]*+"
 _SHORT: Final = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,256}+){0,16}+"'
@@ -59,6 +61,7 @@ _SEPARATOR: Final = re.compile(_WS + rb",?+" + _WS)
 _SPACE: Final = re.compile(_WS)
 _SCALAR: Final = re.compile(rb'[^][{}", \t\n\r]++')
 _SMALL: Final = re.compile(balanced(5), re.DOTALL)
+_ESCAPES: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,256}+', re.DOTALL)
 _GAP: Final = re.compile(rb'[^"\[\]{}]*+(?:"[^"\\]{0,256}+"[^"\[\]{}]*+){0,256}+')
 
 _names: Final = {
@@ -260,7 +263,9 @@ class Scanner:
                 # No key that matters is as long as that, so it may stay as it is spelled.
                 key = string(raw, start, end) if end - start <= _LONG else raw[start:end].decode("latin-1")
                 value = end = _COLON.match(raw, end).end()  # type: ignore[union-attr]
+                left = self._left = self._left - _SLOW
             if key in strip:
+                left = self._left = self._left - _SLOW
                 found = None
                 if start == following and run is not None:
                     # The second in a row: there may be thousands. In windows, so that the work of one match is bounded
@@ -386,9 +391,15 @@ def string_end(raw: bytes, at: int) -> int:
         if not backslashes & 1:
             return quote + 1
         pos = quote + 1
+    pos = _ESCAPES.match(raw, pos).end()  # type: ignore[union-attr]
+    if raw[pos] == 0x22:
+        return pos + 1
+    size = _FIRST_CHUNK
     while True:
-        # Dense in escaped quotes: blank out the escapes that matter, in chunks that do not end within one.
-        chunk = raw[pos : pos + _CHUNK]
+        # Dense in escapes: blank out those that matter, in chunks that do not end within one. The chunks grow, so that
+        # the work is bounded by the string itself, however much follows it.
+        chunk = raw[pos : pos + size]
+        size = min(size << 1, _CHUNK)
         if (len(chunk) - len(chunk.rstrip(b"\\"))) & 1:
             chunk = chunk[:-1]
         found = chunk.replace(b"\\\\", b"..").replace(b'\\"', b"..").find(b'"')
@@ -401,7 +412,7 @@ def string(raw: bytes, start: int, end: int) -> str:
     """The string at these offsets (its quotes included), decoded as `json.loads` decodes it."""
     text = raw[start:end]
     if b"\\" in text:
-        decoded: str = json.loads(text)
+        decoded: str = json.loads(text.decode("utf-8", "surrogatepass"))  # decoded here: it need not be guessed how
         return decoded
     return text[1:-1].decode("utf-8", "surrogatepass")
 
