@@ -101,7 +101,11 @@ class Form:
 
     def _check_xargs(self) -> None:
         try:
-            xargs = json.loads(self._value)
+            text = self._value.decode()
+        except UnicodeDecodeError:
+            text = self._value.decode("latin-1")  # as the engine's server does (Starlette, formparsers.py)
+        try:
+            xargs = json.loads(text)
         except (ValueError, RecursionError):
             return  # the engine's to refuse
         if isinstance(xargs, dict):

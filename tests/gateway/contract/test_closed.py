@@ -154,6 +154,19 @@ async def test_the_rank_header_is_removed_whatever_the_plan(plan: str) -> None:
         assert len(made.final.seen) == 3
 
 
+@pytest.mark.parametrize("charset", ["", "; charset=us-ascii"])
+@pytest.mark.parametrize("beside", [b"caf\xe9", "caf\u00e9".encode(), b"cafe"], ids=["latin-1", "utf-8", "ascii"])
+async def test_handles_in_the_xargs_of_an_upload_are_refused_in_whatever_bytes(beside: bytes, charset: str) -> None:
+    """The engine's server takes for Latin-1 what is not UTF-8."""
+    xargs = b'{"kv_transfer_params": "x", "a": "%b"}' % beside
+    form = b'--x\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n%b\r\n--x--\r\n' % xargs
+    headers = {"content-type": f"multipart/form-data; boundary=x{charset}"}
+    async with Plan("plain") as made:
+        answer = await made.gate.post(form, "/v1/audio/transcriptions", headers=headers)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == "vllm_xargs.kv_transfer_params"
+
+
 async def test_the_rank_header_is_removed_from_uploads_too() -> None:
     form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsim\r\n--x--\r\n'
     headers = {"content-type": "multipart/form-data; boundary=x", "x-data-parallel-rank": "1"}
