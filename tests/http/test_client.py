@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -435,6 +436,23 @@ async def test_an_upstream_that_does_not_answer_in_time_is_named(client, upstrea
     with pytest.raises(UpstreamTimeout, match=rf"{up.origin}: waited 0\.05 s for the head of the response"):
         await client.request(up.origin, b"POST", b"/", [], b"x", timeout=0.05)
     await up.finished(1)
+
+
+@pytest.mark.parametrize("drip", [b"HTTP/1.1 102 Processing\r\n\r\n", b"x: y\r\n"], ids=["informational", "headers"])
+async def test_an_upstream_that_drips_has_no_more_time_for_its_head(client, upstream, drip):
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        if drip.startswith(b"x"):
+            await peer.send(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await peer.send(drip)
+                await asyncio.sleep(0.01)
+
+    up = await upstream(script)
+    async with asyncio.timeout(5):
+        with pytest.raises(UpstreamTimeout, match="for the head of the response"):
+            await client.request(up.origin, b"POST", b"/", [], b"x", timeout=0.1)
 
 
 @WAYS

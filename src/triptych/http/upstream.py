@@ -83,7 +83,9 @@ class UpstreamConnection(asyncio.Protocol):
         if response is None or self._closed:
             self.abort()  # an upstream that speaks unasked
             return
-        self._got_bytes = self._fresh = True
+        self._got_bytes = True
+        # The head is waited for once: neither bytes of it nor informational heads buy an upstream more time.
+        self._fresh = self._fresh or response.status > 0
         fault: ParseError | None = None
         try:
             chunks = self._parser.chunks
