@@ -39,6 +39,9 @@ _ANTHROPIC_TYPES = {
 }
 
 
+_MAX_TEXT = 4096  # characters; keys and model names of a request may be megabytes long
+
+
 class ApiError(Exception):
     """What the client is told instead of an answer.
 
@@ -58,8 +61,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
         self.retry_after = retry_after
         self.reason = reason
         self.headers = headers
@@ -94,6 +97,11 @@ class EngineRefused(Exception):
         self.status = status
         self.headers = headers
         self.body = body
+
+
+def _sendable(text: str) -> str:
+    """Text with a client's words in it, cut to a length, and as UTF-8 can hold it: JSON has lone surrogates."""
+    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 def _openai(error: ApiError) -> dict[str, Any]:

@@ -85,6 +85,19 @@ async def test_bad_keys_and_full_engines_have_the_shape_of_their_api_too(path: s
 # -- too large, too many
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    "words",
+    [b'"model":"\\ud800","messages":[]', b'"model":"sim","\\ud800_embeds":1', b'"model":"%b"' % (b"m" * 100_000)],
+    ids=["model", "key", "long"],
+)
+async def test_a_clients_words_in_an_error_are_such_as_utf8_can_hold_and_few(path: str, words: bytes) -> None:
+    async with Rig("plain") as rig:
+        answer = await rig.post(b"{%b}" % words, path)
+        is_error(answer, 400 if b"sim" in words else 404, path)
+        assert len(answer.body) < 5000
+
+
 async def test_a_body_too_large_is_413_before_it_has_come() -> None:
     async with Scripted() as c, Gate(combined=[c.url], limits={"body_bytes": 1000}) as gate, gate.client() as client:
         client.head(1001)
