@@ -231,7 +231,7 @@ class Gateway:
             role=engine.role,
             pool=deployment.pools[engine.role],
             lease=engine.lease(),
-            target=request.target,
+            target=request.origin_target,
             headers=[*self._leg_headers[deployment].of(request.headers), own],
             body=counted(),
             timing=timeline.leg("decode", engine.role, engine.url),

@@ -205,7 +205,7 @@ class Run:
             role=engine.role,
             pool=self.deployment.pools[engine.role],
             lease=lease,
-            target=self.request.target,
+            target=self.request.origin_target,
             headers=[*self.headers, (b"x-request-id", f"{self.request_id}{suffix}".encode())],
             body=(),
             timing=self.timeline.leg(name, engine.role, engine.url),

@@ -89,6 +89,14 @@ class Request(Collector):
         return self._connection.scheme
 
     @property
+    def origin_target(self) -> bytes:
+        """The target without scheme and authority, in the form in which an origin server is asked (RFC 9112, 3.2.1)."""
+        if self.target.startswith(b"/"):
+            return self.target
+        path = self.path.encode("ascii")
+        return b"%b?%b" % (path, self.query) if self.query else path
+
+    @property
     def gone(self) -> bool:
         """Whether the client has left."""
         return self._connection.gone

@@ -232,3 +232,11 @@ async def test_expect_100_continue_is_answered_and_goes_no_further() -> None:
         client.writer.write(raw)
         assert (await client.answer()).status == 200
         assert c.last.header("expect") is None
+
+
+async def test_a_target_with_an_authority_reaches_engines_without_it() -> None:
+    """An engine behind a proxy would be asked for an address of the client's choice otherwise."""
+    async with Scripted() as e, Scripted() as c, Gate(encode=[e.url], combined=[c.url]) as gate:
+        for path in ("/v1/chat/completions", "/v1/chat/completions?a=%2F&b"):
+            assert (await gate.post(chat(images=1), f"http://elsewhere.example:1{path}")).status == 200
+            assert [engine.last.path for engine in (e, c)] == [path, path]
