@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
+import re
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -227,62 +228,46 @@ async def test_kv_example_carries_nothing(takes_ec: bool) -> None:
 
 # -- third parties
 
-PLUGIN = """
-    class SgLang:
-        name = "sglang"
-        owned = frozenset({"bootstrap_host", "bootstrap_port", "bootstrap_room"})
-        answer_field = None
-        at_once = True
-        same_id = True
+LABELLED = """
+class Labelled:
+    name = "labelled"
+    pins_consumer = False
 
-        def _members(self, context):
-            host = context.prefill.url.partition("//")[2].rpartition(":")[0]
-            return {
-                "bootstrap_host": b'"%b"' % host.encode(),
-                "bootstrap_port": b"%d" % context.prefill.handover.get("bootstrap_port", 8998),
-                "bootstrap_room": b"%d" % (int(context.transfer_id, 16) >> 65),
-            }
+    def rank(self, consumer, rng):
+        return 0
 
-        def prefill_members(self, context):
-            return self._members(context)
+    def encode_params(self, context, item):
+        return b'{"label":"%b","item":%d}' % (context.request_id.encode(), item)
 
-        def decode_members(self, context, handed):
-            return self._members(context)
+    def consumer_params(self, context, handles):
+        return b'{"count":%d}' % sum(handed is not None for handed in handles)
+
+    def consumer_rank(self, context):
+        return None
 
 
-    class Labelled:
-        name = "labelled"
-        pins_consumer = False
-
-        def rank(self, consumer, rng):
-            return 0
-
-        def encode_params(self, context, item):
-            return b'{"label":"%b","item":%d}' % (context.request_id.encode(), item)
-
-        def consumer_params(self, context, handles):
-            return b'{"count":%d}' % sum(handed is not None for handed in handles)
-
-        def consumer_rank(self, context):
-            return None
-
-
-    sglang, labelled = SgLang(), Labelled()
+labelled = Labelled()
 """
+DOCUMENT = Path(__file__).parents[3] / "docs" / "epd.md"
 
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of a third party as pip would leave it: nothing in Triptych knows of it."""
-    (tmp_path / "third_party_dialects.py").write_text(textwrap.dedent(PLUGIN))
-    info = tmp_path / "third_party_dialects-1.0.dist-info"
+    """A package of a third party as pip would leave it: nothing in Triptych knows of it.
+
+    Its KV dialect is the worked example of the documentation.
+    """
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (tmp_path / "my_package.py").write_text(example + LABELLED)
+    info = tmp_path / "my_package-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party-dialects\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[triptych.kv_dialects]\nsglang = third_party_dialects:sglang\n"
-        "[triptych.ec_dialects]\nlabelled = third_party_dialects:labelled\n"
+        "[triptych.kv_dialects]\nbootstrap = my_package:dialect\n"
+        "[triptych.ec_dialects]\nlabelled = my_package:labelled\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
 
 
 class AtOnce:
@@ -304,7 +289,7 @@ async def test_a_kv_dialect_with_a_room_on_both_bodies_and_both_legs_at_once_nee
     pair = AtOnce()
     async with pair.prefill as p, pair.decode as d:
         prefill = [{"url": p.url, "handover": {"bootstrap_port": 9001}}]
-        async with Gate(prefill=prefill, decode=[d.url], kv="sglang") as gate:
+        async with Gate(prefill=prefill, decode=[d.url], kv="bootstrap") as gate:
             body = chat(stream=False, max_tokens=9) | {"bootstrap_room": 1}
             answer = await gate.post(body, headers={"x-request-id": "r"})
             assert answer.json == {"from": "decode"}
@@ -329,7 +314,7 @@ async def test_a_kv_dialect_with_a_room_on_both_bodies_and_both_legs_at_once_nee
 async def test_fields_that_the_dialect_in_force_owns_may_not_occur_twice() -> None:
     raw = b'{"model":"sim","messages":[],"bootstrap_host":"a","bootstrap_host":"b"}'
     async with Scripted() as p, Scripted() as d:
-        async with Gate(prefill=[p.url], decode=[d.url], kv="sglang") as gate:
+        async with Gate(prefill=[p.url], decode=[d.url], kv="bootstrap") as gate:
             answer = await gate.post(raw)
             assert answer.status == 400
             assert answer.json["error"]["message"] == 'duplicate top-level key "bootstrap_host" in request body'
@@ -340,7 +325,7 @@ async def test_fields_that_the_dialect_in_force_owns_may_not_occur_twice() -> No
 
 @pytest.mark.usefixtures("plugin")
 async def test_when_one_of_two_legs_at_once_fails_the_other_is_closed_and_the_client_told() -> None:
-    async with Rig("p_d", kv="sglang", sims={"decode": {"kv": "none"}}) as rig:
+    async with Rig("p_d", kv="bootstrap", sims={"decode": {"kv": "none"}}) as rig:
         rig.sim("decode").faults.add(Fault(kind="hang", path="/v1/*"))
         rig.sim("prefill").faults.add(Fault(kind="status", status=500, path="/v1/*"))
         answer = await rig.post(chat())
