@@ -278,11 +278,16 @@ async def test_a_stream_that_breaks_before_its_first_event_is_never_a_200(plan: 
         assert rig.count("requests", plan=plan, status=str(what.status)) == 1
 
 
+@pytest.mark.parametrize("gap", [0, 0.01], ids=["at-once", "one-by-one"])
 @pytest.mark.parametrize("fault", IN_STREAM)
 @pytest.mark.parametrize("plan", PLANS)
-async def test_a_stream_that_breaks_ends_with_an_error_that_names_the_leg(plan: PlanName, fault: str) -> None:
+async def test_a_stream_that_breaks_ends_with_an_error_that_names_the_leg(
+    plan: PlanName, fault: str, gap: float
+) -> None:
+    """`gap`: seconds between events, which then come to the gateway one by one."""
     what = IN_STREAM[fault]
-    async with rig_for(plan, "final", what) as rig:
+    sims = {ROLES[plan][-1]: {"costs": {"token": gap}}}
+    async with rig_for(plan, "final", what, sims=sims) as rig:
         await break_engine(rig, "final", what, events=3)
         async with rig.client() as client:
             client.send(body_for(plan, True))
