@@ -633,7 +633,7 @@ async def test_an_error_of_the_sink_in_the_middle_is_raised(client, upstream):
     up = await upstream(script)
     response = await client.request(up.origin, b"GET", b"/", [])
     pumping = asyncio.ensure_future(response.pump(sink, never))
-    await until(lambda: response._sink is not None)
+    await until(lambda: response.sink is not None)
     go.set()
     with pytest.raises(LookupError, match="mine"):
         await pumping

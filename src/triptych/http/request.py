@@ -253,7 +253,13 @@ class Request(Collector):
         size = len(data)
         if self._chunked and 0 < size <= _JOIN_BELOW and not self.finished and type(data) is bytes:
             # The short way for an event of a stream.
-            connection._writable().write(b"%x\r\n%b\r\n" % (size, data))
+            transport = connection._transport
+            if transport is None or connection.gone:
+                raise ClientGone("the client has left")
+            try:
+                transport.write(b"%x\r\n%b\r\n" % (size, data))
+            except RuntimeError:
+                raise ClientGone("the client has left") from None  # closed by the last write, which failed
             self.bytes_sent += size
         else:
             self._send(data)

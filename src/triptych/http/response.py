@@ -29,7 +29,6 @@ class Response(Collector):
         "_connection",
         "_held",
         "_limit",
-        "_sink",
         "_sink_error",
         "_waiter",
         "ended",
@@ -39,6 +38,7 @@ class Response(Collector):
         "origin",
         "reason",
         "reused",
+        "sink",
         "status",
     )
 
@@ -54,7 +54,7 @@ class Response(Collector):
         self.error: UpstreamError | None = None
         self._connection: UpstreamConnection | None = connection
         self._limit = -1
-        self._sink: Callable[[bytes], bool] | None = None
+        self.sink: Callable[[bytes], bool] | None = None
         self._sink_error: Exception | None = None
         self._held = False
         self._waiter: asyncio.Future[None] | None = None
@@ -112,11 +112,11 @@ class Response(Collector):
                     raise self.error
                 if self.ended:
                     return
-                self._sink = sink
+                self.sink = sink
                 try:
                     await self._wait("the next bytes of the response", timeout)
                 finally:
-                    self._sink = None
+                    self.sink = None
                 if self._sink_error is not None:
                     raise self._sink_error
                 if self._held:
@@ -171,17 +171,8 @@ class Response(Collector):
 
     def feed(self, data: bytes) -> bool:
         """More of the body; False when so much waits to be taken that the upstream should be held back."""
-        sink = self._sink
-        if sink is not None:
-            try:
-                self._held = not sink(data)
-            except Exception as error:
-                self._sink_error = error
-            else:
-                if not self._held:
-                    return True
-            self._sink = None
-            self.wake()
+        if self.sink is not None:
+            self.pour(data)
             return True
         size = self._add(data)
         if self._limit < 0:
@@ -193,6 +184,19 @@ class Response(Collector):
             if connection is not None:
                 connection.abort()
         return True
+
+    def pour(self, data: bytes) -> None:
+        """More of the body, into the sink that there is."""
+        sink = self.sink
+        assert sink is not None
+        try:
+            if sink(data):
+                return
+            self._held = True
+        except Exception as error:
+            self._sink_error = error
+        self.sink = None
+        self.wake()
 
     def feed_end(self) -> None:
         """The body is whole."""

@@ -86,14 +86,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._got_bytes = True
         # The head is waited for once: neither bytes of it nor informational heads buy an upstream more time.
         self._fresh = self._fresh or response.status > 0
+        chunks = self._parser.chunks
+        if chunks is not None and (payload := chunks.whole(data)) is not None:
+            # The short way for an event of a stream.
+            if response.sink is not None:
+                response.pour(payload)
+            elif not response.feed(payload):
+                self._hold_back()
+            return
         fault: ParseError | None = None
         try:
-            chunks = self._parser.chunks
-            if chunks is not None and (payload := chunks.whole(data)) is not None:
-                # The short way for an event of a stream.
-                if not response.feed(payload):
-                    self._hold_back()
-                return
             events: Sequence[object] = self._parser.feed(data)
         except ParseError as error:
             events, fault = error.events, error
