@@ -135,7 +135,8 @@ def computed(url: str) -> float:
 @contextlib.asynccontextmanager
 async def gateway(**settings: Any) -> AsyncIterator[RunningGateway]:
     """A gateway in this loop, on free ports; patient with engines that share two cores with everything else."""
-    given = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "health": {"timeout": 15.0, "failures": 5}, **settings}
+    given = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0", "health": {"timeout": 15.0, "failures": 5}}
+    given |= {"deadlines": {"connect": 20.0, "encode": 120.0, "prefill": 120.0}, **settings}
     made = GatewaySettings.model_validate(given)
     async with running(made, Log("text", "warning", access=False)) as up:
         yield up

@@ -62,7 +62,7 @@ class EncodeStage:
         leg: Leg | None = None
         try:
             leg = make_leg(item, await self._take(item))
-            handles = await self._handles(leg, self.deadline - (time.monotonic() - started))
+            handles = await self._handles(leg, time.monotonic() - started)
             status = "success"
             return handles
         except (LegError, EngineRefused) as error:
@@ -97,8 +97,8 @@ class EncodeStage:
             raise LegError(f"enc{item}", "connect_error", "no healthy encode engine", http_status=503)
         return lease
 
-    async def _handles(self, leg: Leg, deadline: float) -> bytes | None:
-        answer = await call_leg(self.client, leg, deadline, ENCODE_ANSWER_BYTES, self.metrics)
+    async def _handles(self, leg: Leg, spent: float) -> bytes | None:
+        answer = await call_leg(self.client, leg, self.deadline, ENCODE_ANSWER_BYTES, self.metrics, spent=spent)
         if answer.status != 200:
             if 400 <= answer.status < 500 and not (answer.status in (401, 403) and self.gateway_key):
                 raise EngineRefused(leg.name, answer.status, answer.headers, answer.body)

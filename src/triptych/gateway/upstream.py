@@ -135,13 +135,17 @@ async def open_leg(client: Client, leg: Leg, deadline: float, metrics: Metrics) 
         leg.move(other)
 
 
-async def call_leg(client: Client, leg: Leg, deadline: float, limit: int, metrics: Metrics) -> Answer:
+async def call_leg(
+    client: Client, leg: Leg, deadline: float, limit: int, metrics: Metrics, *, spent: float = 0.0
+) -> Answer:
     """Call the leg's engine and read its whole answer, all within `deadline` seconds and `limit` bytes.
+
+    spent: seconds of the deadline that are over already.
 
     Raises LegError: `oversize` for one byte more, `invalid_response` for one that was cut, `timeout`, `connect_error`.
     """
     try:
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(deadline - spent):
             response = await open_leg(client, leg, deadline, metrics)
             try:
                 return Answer(response.status, response.headers, await read_answer(leg, response, limit, deadline))
