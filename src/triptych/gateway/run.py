@@ -31,6 +31,8 @@ from triptych.http.head import Header
 from triptych.http.request import Buffer, Request
 
 _RANK = b"x-data-parallel-rank"
+# vLLM 0.32 takes it like the body's `priority` (entrypoints/generate/base/serving.py).
+_PRIORITY = b"x-vllm-priority"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class Run:
 
         def make_leg(item: int, lease: Lease) -> Leg:
             leg = self._leg(f"enc{item}", lease)
+            if not settings.encode_priority:
+                leg.headers = [header for header in leg.headers if header[0] != _PRIORITY]
             leg.repeatable = True
             leg.body = self.bodies.encode(item, self.ec.encode_params(context, item))
             return leg
