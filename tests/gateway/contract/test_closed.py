@@ -90,6 +90,15 @@ async def test_handles_are_removed_whatever_the_plan_however_spelled_all_copies(
                             assert told["do_remote_prefill"] is False, "the gateway's own"
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages/count_tokens", "/v1/audio/speech"])
+async def test_handles_are_removed_on_endpoints_that_generate_nothing_too(path: str) -> None:
+    raw = rb'{"model":"sim","ec_transfer_params":{},"input":"a","kv\u005ftransfer_params":1,"messages":[]}'
+    async with Plan("e_p_d") as made:
+        assert (await made.gate.post(raw, path)).status == 200
+        assert made.final.last.body == b'{"model":"sim","input":"a","messages":[]}'
+        assert len(made.seen) == 1
+
+
 @pytest.mark.parametrize("plan", PLANS)
 async def test_handles_inside_vllm_xargs_are_removed_and_what_stands_beside_them_is_not(plan: str) -> None:
     inside = r'{"a": 1.50, "kv_transfer_params":"x", "ec\u005ftransfer_params" : 2, "ec_transfer_params":{}, "b":[1]}'

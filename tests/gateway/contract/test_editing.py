@@ -120,6 +120,23 @@ async def test_a_body_that_is_nested_beyond_reason_is_400_or_passes_as_it_is(raw
         assert answer.status == 400 or c.last.body == raw
 
 
+async def test_a_body_whose_rewrite_fails_is_refused_rather_than_sent_on_as_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("splices overlap")
+
+    async with Scripted() as c, Gate(combined=[c.url]) as gate:
+        monkeypatch.setattr("triptych.body.request.apply", broken)
+        answer = await gate.post(chat() | {KV: {"do_remote_prefill": True}})
+        assert answer.status == 500
+        assert answer.json["error"]["message"] == "internal error of the gateway"
+        assert not c.seen
+        await gate.settled()
+        assert [line["event"] for line in gate.errors] == ["unexpected error"]
+        gate.lines.clear()
+
+
 # -- uploads
 
 

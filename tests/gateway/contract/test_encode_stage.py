@@ -160,6 +160,16 @@ async def test_2_priority_goes_along_only_if_configured(setting: dict[str, Any],
         assert copies(c.last.body, "priority") == [-7]
 
 
+@pytest.mark.parametrize(("setting", "sent"), [({}, None), ({"encode_priority": True}, "5")], ids=["default", "set"])
+async def test_2_nor_does_priority_go_along_as_the_header_that_engines_take_it_from(
+    setting: dict[str, Any], sent: str | None
+) -> None:
+    async with Scripted() as e, Scripted() as c, Gate(encode=[e.url], combined=[c.url], **setting) as gate:
+        await gate.post(media(A), headers={"X-Vllm-Priority": "5"})
+        assert e.last.header("x-vllm-priority") == sent
+        assert c.last.header("x-vllm-priority") == "5"
+
+
 async def test_2_an_engine_without_priority_scheduling_would_have_refused_it() -> None:
     async with Rig("e_pd", encode_priority=True) as rig:
         await rig.post(chat(images=1, priority=1))
