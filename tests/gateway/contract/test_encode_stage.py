@@ -74,6 +74,15 @@ async def test_1_each_leg_has_its_own_deadline() -> None:
         assert rig.legs()["encode", "success"] == 1
 
 
+async def test_1_waiting_for_a_place_on_an_encoder_counts() -> None:
+    async with Rig("e_pd", deadlines={"encode": 1.0}, limits={"encode_legs_per_engine": 1}) as rig:
+        rig.sim("encode").faults.add(Fault(kind="slow_first_byte", seconds=0.7, count=None, path="/v1/*"))
+        answers = await asyncio.gather(*(rig.post(chat(text=text, images=1)) for text in "ab"))
+        assert [answer.status for answer in answers] == [200, 200]
+        assert rig.legs()["encode", "success"] == 1
+        assert rig.legs()["encode", "timeout"] == 1
+
+
 # -- 2: the body
 
 EXACT: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, Any]]]] = {
