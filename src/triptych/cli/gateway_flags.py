@@ -52,7 +52,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...], str, str, str, str], ...] = (
     ("limits: what one request, and all together, may take", ("limits", "event_bytes"), "text", "SIZE", "16MiB", "one SSE event (502 above)"),
     ("limits: what one request, and all together, may take", ("limits", "encode_legs"), "text", "N", "8", "encode legs of one request at once"),
     ("limits: what one request, and all together, may take", ("limits", "encode_legs_per_engine"), "text", "N", "32", "encode legs on one encoder at once"),
-    ("limits: what one request, and all together, may take", ("limits", "connections"), "text", "N", "4096", "client connections"),
+    ("limits: what one request, and all together, may take", ("limits", "connections"), "text", "N", "4096", "client connections (503 above)"),
     ("health: how engines are probed, ejected and taken back", ("health", "interval"), "text", "SECONDS", "2", "between two probes of an engine"),
     ("health: how engines are probed, ejected and taken back", ("health", "timeout"), "text", "SECONDS", "5", "for one probe"),
     ("health: how engines are probed, ejected and taken back", ("health", "failures"), "text", "N", "3", "probes or connections in a row that fail until an engine is ejected"),

@@ -126,6 +126,7 @@ def _limits(settings: GatewaySettings) -> ServerLimits:
     deadlines = settings.deadlines
     return ServerLimits(
         header_bytes=settings.limits.header_bytes,
+        connections=settings.limits.connections,
         header_timeout=deadlines.header,
         body_timeout=deadlines.body,
         keep_alive_timeout=deadlines.keep_alive,
@@ -134,7 +135,7 @@ def _limits(settings: GatewaySettings) -> ServerLimits:
 
 
 def _bad_request(status: int, message: str) -> tuple[Sequence[Header], bytes]:
-    error = ApiError(status, message)
+    error = ApiError(status, message, retry_after=1 if status == 503 else None)
     return error.head(), error.body("other")
 
 

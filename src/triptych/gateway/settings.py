@@ -219,7 +219,7 @@ class Limits(Model):
     event_bytes: Size = Field(16 * MiB, description="one SSE event (502 above)")
     encode_legs: PositiveInt = Field(8, description="encode legs of one request at once")
     encode_legs_per_engine: PositiveInt = Field(32, description="encode legs on one encoder at once")
-    connections: PositiveInt = Field(4096, description="client connections")
+    connections: PositiveInt = Field(4096, description="client connections (503 above)")
 
 
 # Fixed by the contract (Encode stage, 4): one byte more and the leg has failed.

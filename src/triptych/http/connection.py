@@ -70,6 +70,10 @@ class Connection(asyncio.BufferedProtocol):
         self.server.sweep_soon()
         if self.server.draining:
             self.close()
+        elif len(self.server.connections) > self.limits.connections:
+            self._discarding = True
+            self._answer_error(503, f"there are {self.limits.connections} connections already, which is the limit")
+            self._linger()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.server.scratch

@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bytes and seconds that one connection may take."""
+    """Bytes and seconds that one connection may take, and how many there may be."""
 
     header_bytes: int = 65_536
     """Of a request head."""
@@ -44,6 +44,8 @@ class ServerLimits:
     """Between requests."""
     write_timeout: float = 60.0
     """Without the client taking a byte of what it is sent."""
+    connections: int = 1 << 20
+    """At once; one more is answered 503 and closed."""
     linger_timeout: float = 2.0
     """For what a client goes on sending after an answer that did not wait for it."""
 

@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 import triptych
-from tests.gateway.contract.kit import Gate, Scripted
+from tests.gateway.contract.kit import Gate, Scripted, eventually
 from tests.gateway.raw import Answer, Raw
 from tests.gateway.rig import BODIES, Rig, chat
 from triptych.gateway.settings import GatewaySettings
@@ -121,6 +121,27 @@ async def test_readyz_is_503_while_draining() -> None:
         rig.gateway.draining = True
         answer = await get(rig, "/readyz")
         assert (answer.status, answer.json) == (503, {"status": "draining"})
+
+
+# -- connections
+
+
+async def test_so_many_client_connections_and_no_more() -> None:
+    async with Scripted() as c, Gate(combined=[c.url], limits={"connections": 2}) as gate:
+        async with gate.client() as one, gate.client() as two:
+            for client in (one, two):
+                client.send(chat())
+                assert (await client.answer()).status == 200
+            async with gate.client() as three:
+                answer = await three.answer()
+                assert answer.status == 503
+                assert answer.json["error"]["code"] == 503
+                assert answer.headers["retry-after"] == "1"
+                assert await three.ended()
+            one.send(chat())
+            assert (await one.answer()).status == 200, "those that are there are served"
+        await eventually(lambda: not gate.running.server.connections, "the connections' end", 5.0)
+        assert (await gate.post(chat())).status == 200
 
 
 # -- TLS
