@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from triptych.body.edit import Splice
+from triptych.body.edit import Splice, apply
 from triptych.body.scan import BodyError, Hint, Member, Scanner, check_utf8, validate_object
 
 _decode_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -104,6 +104,20 @@ def null_splices(answer: bytes, keys: Collection[str]) -> list[Splice]:
         for member in _members(answer)
         if member.key in keys and answer[member.value : member.end] != b"null"
     ]
+
+
+def nulled_inside(answer: bytes, members: Collection[str], keys: Collection[str]) -> bytes:
+    """The answer with `keys` nulled at top level and in those of `members` that are objects.
+
+    Raises:
+        AnswerError: the answer is not one JSON object.
+    """
+    splices = null_splices(answer, keys)
+    for member in _members(answer):
+        if member.key in members and answer[member.value] == 0x7B:
+            inner = null_splices(answer[member.value : member.end], keys)
+            splices += [Splice(member.value + at, member.value + end, new) for at, end, new in inner]
+    return b"".join(apply(answer, splices))
 
 
 def _quick_nulls(answer: bytes, keys: Collection[str]) -> list[Splice] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from triptych.body.answer import AnswerError, null_splices
+from triptych.body.answer import AnswerError, null_splices, nulled_inside
 from triptych.body.edit import apply
 from triptych.body.scan import BodyError, validate
 from triptych.gateway.endpoints import Api
@@ -30,6 +30,9 @@ from triptych.http.sse import EventScanner, EventTooLarge
 
 # At the beginning of a line: inside of one it is text that a model has written.
 _ERROR_EVENT = re.compile(rb'^(?:data: ?\{"error"|event: ?(?:error|response\.failed)[\r\n])', re.MULTILINE)
+# An event that may tell handles: vLLM's streams of responses end with the whole answer, handles and all.
+_TELLING_DATA = re.compile(rb"^(data: ?)(\{.*_transfer_params.*\})(?=\r?$)", re.MULTILINE)
+_WHOLE_ANSWERS = ("response", "message")
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 # What the last event of a whole stream holds (vLLM 0.32, entrypoints): a stream that ends without it has been cut by
@@ -146,6 +149,8 @@ class Relay:
         def relay(data: bytes) -> bool:
             nonlocal told, last
             events = scanner.feed(data)
+            if b"_transfer_params" in events:
+                events = self._without_handles(events)
             if b"error" in events and _tells_error(events):
                 told = True
             last = events or last
@@ -156,6 +161,8 @@ class Relay:
             async for data in response.chunks(timeout=idle):
                 events = scanner.feed(data)
                 if events:
+                    if b"_transfer_params" in events:
+                        events = self._without_handles(events)
                     await self._begin(response)
                     told = _tells_error(events)
                     last = events
@@ -170,7 +177,7 @@ class Relay:
             if error.ready:
                 if not request.started:
                     await self._begin(response)
-                await request.send(error.ready)
+                await request.send(self._without_handles(error.ready))
             message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
             return await self._broken(LegError(self.leg.name, "oversize", message))
         except UpstreamError as error:
@@ -180,6 +187,10 @@ class Relay:
         if told:
             return Outcome(response.status, f"{self.leg.name}_stream_error", "http_error")
         return Outcome(response.status)
+
+    def _without_handles(self, events: bytes) -> bytes:
+        """Events with the handles in them nulled, unless a setting shows them."""
+        return events if self.keep_handles else _TELLING_DATA.sub(_nulled, events)
 
     async def _begin(self, response: Response) -> None:
         self.first_token()
@@ -204,6 +215,13 @@ def _content_type(headers: list[Header]) -> bytes:
         if name == b"content-type":
             return value.partition(b";")[0].strip().lower()
     return b""
+
+
+def _nulled(data: re.Match[bytes]) -> bytes:
+    try:
+        return data[1] + nulled_inside(data[2], _WHOLE_ANSWERS, HANDLES)
+    except AnswerError:
+        return data[0]  # no JSON: nothing that a client could read handles from
 
 
 def _tells_error(events: bytes) -> bool:
