@@ -420,6 +420,42 @@ async def test_a_decode_engines_answer_after_a_hop_has_its_handles_nulled_too() 
         assert copies(d.last.body, KV) == [{"remote_port": 1}]
 
 
+@pytest.mark.parametrize("opened", [(), ("answer_handles",)], ids=["closed", "opened"])
+async def test_handles_in_streams_are_nulled_too_a_stream_of_responses_ends_with_the_whole_answer(
+    opened: tuple[str, ...],
+) -> None:
+    path, make = BODIES["responses"]
+    async with Sim(ec="example", ec_role="both", ec_dir=MemoryStore()) as both:
+        async with Gate(combined=[both.url], open=opened) as gate:
+            answer = await gate.post(make(images=1, stream=True), path)
+        assert answer.status == 200
+        assert answer.events[-2].startswith(b"event: response.completed\ndata: ")
+        told = json.loads(answer.events[-2].partition(b"data: ")[2])["response"]
+        assert told["output"][0]["content"][0]["text"]
+        assert bool(told[EC]) == bool(opened)
+        assert EC in told
+
+
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [
+        (b'{"kv_transfer_params":{"a":1},"x": 1.0}', b'{"kv_transfer_params":null,"x": 1.0}'),
+        (b'{"response":{"ec_transfer_params":{}, "kv_transfer_params":[1]}}',
+         b'{"response":{"ec_transfer_params":null, "kv_transfer_params":null}}'),
+        (b'{"message":{"kv_transfer_params":1}}', b'{"message":{"kv_transfer_params":null}}'),
+        (b'{"delta":"\\"kv_transfer_params\\":1"}', b'{"delta":"\\"kv_transfer_params\\":1"}'),
+        (b'{"choices":[{"kv_transfer_params":1}]}', b'{"choices":[{"kv_transfer_params":1}]}'),
+        (b"no json: kv_transfer_params", b"no json: kv_transfer_params"),
+    ],
+)  # fmt: skip
+async def test_only_handles_of_an_answer_are_nulled_in_a_stream(sent: bytes, got: bytes) -> None:
+    async with Scripted() as c, Gate(combined=[c.url]) as gate:
+        c.headers = [(b"content-type", b"text/event-stream")]
+        c.says = b"data: %b\n\ndata: %b\r\n\r\ndata: [DONE]\n\n" % (sent, sent)
+        answer = await gate.post(chat(stream=True))
+        assert answer.body == b"data: %b\n\ndata: %b\r\n\r\ndata: [DONE]\n\n" % (got, got)
+
+
 async def test_an_answer_with_a_lone_surrogate_is_an_answer_like_any_other() -> None:
     said = rb'{"choices":[{"text":"\ud83d"}],"kv_transfer_params":{"a":1}}'
     async with Scripted(said) as c, Gate(combined=[c.url]) as gate:
