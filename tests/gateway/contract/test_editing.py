@@ -240,6 +240,21 @@ async def test_handles_in_a_form_are_refused_since_a_form_is_not_edited(
             await gate.settled()
 
 
+async def test_handles_in_a_form_are_refused_however_late_they_come() -> None:
+    """The engine has most of the form by then, and will not get the rest: it never starts."""
+    body, headers = form(("model", b"sim"), ("file", b"x" * 1000), HOSTILE["kv in xargs"])
+    async with Rig("plain") as rig, rig.client() as client:
+        sim = rig.sim("combined")
+        client.head(len(body), "/v1/audio/transcriptions", headers=headers)
+        client.writer.write(body[:-200])
+        await sim.seen.until(lambda: sim.seen.in_flight == 1)
+        client.writer.write(body[-200:])
+        assert (await client.answer()).status == 400
+        await sim.seen.until(lambda: sim.seen.in_flight == 0)
+        assert [cancel.moment for cancel in sim.seen.cancels] == ["upload"]
+        assert rig.legs() == {("combined", "cancelled"): 1}
+
+
 async def test_a_setting_opens_handles_in_forms_and_other_xargs_need_none() -> None:
     body, headers = form(("vllm_xargs", b'{"kv_transfer_params": "x"}'), ("model", b"sim"))
     harmless, _ = form(("model", b"sim"), ("vllm_xargs", b'{"x": "kv_transfer_params"}'), ("vllm_xargs", b"no json"))
