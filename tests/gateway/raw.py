@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ class Answer:
 class Raw:
     """One connection."""
 
-    def __init__(self, host: str, port: int, *, receive_buffer: int | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, *, receive_buffer: int | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         """receive_buffer: bytes that the kernel takes for a client that does not read."""
         self._where = (host, port)
+        self._tls = tls
         self._receive_buffer = receive_buffer
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
@@ -51,7 +55,9 @@ class Raw:
         except OSError:
             sock.close()
             raise
-        self.reader, self.writer = await asyncio.open_connection(sock=sock, limit=1 << 16)
+        self.reader, self.writer = await asyncio.open_connection(
+            sock=sock, limit=1 << 16, ssl=self._tls, server_hostname=self._where[0] if self._tls else None
+        )
         return self
 
     async def __aenter__(self) -> Self:
