@@ -1,8 +1,11 @@
-"""docs/epd.md says what there is: every metric, every closed thing, every reason, deadline, limit and admin call."""
+"""docs/epd.md says what there is: every metric, every closed thing, every reason, deadline, limit and admin call; and the
+table of mutants still fits the source and its tests."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -65,3 +68,12 @@ async def test_every_admin_call_is_listed() -> None:
     for call in calls:
         if call not in ("GET /", "GET /health"):
             assert f"`{call}`" in TEXT, call
+
+
+def test_every_mutant_applies_to_the_source_its_test_is_there_and_the_document_lists_it() -> None:
+    """Where this fails after a change of the source: mend scripts/mutants.yaml, run the mutants in question, then
+    `python scripts/mutants.py --doc`."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "mutants.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
