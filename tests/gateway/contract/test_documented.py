@@ -1,5 +1,5 @@
-"""docs/epd.md says what there is: every metric, every closed thing, every reason, deadline, limit and admin call; and the
-table of mutants still fits the source and its tests."""
+"""docs/epd.md says what there is: every metric, closed thing, reason, deadline, limit and admin call; and the table of
+mutants fits the source and its tests."""
 
 from __future__ import annotations
 
