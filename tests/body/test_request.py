@@ -109,6 +109,12 @@ def test_injection_leaves_exactly_one_copy_the_gateways(copies: int, rest: bytes
     assert joined(body.rewrite()) == (b"{" + rest[1:] + b"}")
 
 
+def test_key_that_reads_like_the_mark_of_stripped_runs_is_a_key_like_others() -> None:
+    body = RequestBody(b'{"ec_transfer_params":1,"<stripped>":2,"a":3}')
+    assert joined(body.rewrite({"<stripped>": b"4"})) == b'{"<stripped>":4,"a":3}'
+    assert joined(RequestBody(b'{"ec_transfer_params":1}').rewrite({"<stripped>": b"4"})) == b'{"<stripped>":4}'
+
+
 def test_rewrite_of_vllm_xargs_itself_and_of_what_is_inside_do_not_clash() -> None:
     body = RequestBody(b'{"vllm_xargs":{"ec_transfer_params":1},"a":2}')
     assert joined(body.rewrite({"vllm_xargs": b'{"k":1}'})) == b'{"vllm_xargs":{"k":1},"a":2}'

@@ -74,7 +74,7 @@ def object_splices(
     inplace: dict[str, int] = {}
     if put:
         for member in members:
-            if member.key in put:
+            if member.key in put and member.key is not STRIPPED:
                 inplace[member.key] = inplace.get(member.key, 0) + 1
     out: list[Splice] = []
     kept_end = -1
