@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.gateway.rig import PLANS, POSTS, PlanName, Rig, chat, image
+from tests.gateway.rig import PLANS, POSTS, PlanName, Rig, chat, eventually, image
 from triptych.sim import Sim
 from triptych.sim.faults import Fault
 
@@ -313,8 +313,7 @@ async def test_chunked_bodies_share_the_budget_of_bytes_as_they_arrive() -> None
             for client in (first, second):
                 client.head(None)
             first.chunk(bytes(200_000))
-            while rig.gateway.admission.nbytes < 200_000:  # noqa: ASYNC110 - every turn of the loop may bring it
-                await asyncio.sleep(0)
+            await eventually(lambda: rig.gateway.admission.nbytes == 200_000, "the first body's bytes", 2.0)
             second.chunk(bytes(200_000))
             answer = await second.answer()
             assert answer.status == 429
