@@ -103,6 +103,14 @@ async def test_the_engines_end_to_end_headers_reach_the_client_and_hop_by_hop_on
             assert name not in answer.headers
 
 
+async def test_the_client_is_told_one_request_id_whatever_the_engine_calls_the_request() -> None:
+    async with Scripted() as c, Gate(combined=[c.url]) as gate, gate.client() as client:
+        c.headers = [(b"content-type", b"application/json"), (b"x-request-id", b"engines-own")]
+        client.send(chat(), headers={"x-request-id": "mine"})
+        head = (await client.reader.readuntil(b"\r\n\r\n")).lower()
+        assert [line for line in head.split(b"\r\n") if line.startswith(b"x-request-id")] == [b"x-request-id: mine"]
+
+
 # -- keys
 
 BEARER = "Bearer client-key"
