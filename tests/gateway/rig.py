@@ -238,6 +238,8 @@ class Rig:
         clients: connections of clients that may stay open.
         """
         await eventually(lambda: not self.left(clients), lambda: f"left: {self.left(clients)}", within)
+        await asyncio.sleep(0)  # the log lines of one turn of the loop are written in the next
+        await asyncio.sleep(0)
 
     def left(self, clients: int = 0) -> dict[str, Any]:
         """What is still there of requests."""
