@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from triptych.gateway.admission import Admission, Overloaded, Ticket, TooLarge
+from triptych.gateway.admission import Admission, Overloaded, Ticket, TooLarge, TooSlow
 from triptych.gateway.settings import Limits
 
 
@@ -377,3 +377,80 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 TestAdmissionMachine = AdmissionMachine.TestCase
 TestAdmissionMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class Uploading:
+    """A body on its way, as `Admission.upload` sees it."""
+
+    def __init__(self) -> None:
+        self.came: int | None = 0
+        self.ended: TooSlow | None = None
+        self.over = asyncio.Event()
+
+    def received(self) -> int | None:
+        return self.came
+
+    def give_up(self, error: TooSlow) -> None:
+        self.ended = error
+        self.over.set()
+
+
+def slow_gate(**limits: int) -> Admission:
+    """A gate at which an upload has had its time at once."""
+    return Admission(Limits(bytes=100, upload_rate=1000, **limits), 5.0, upload_time=0.0)
+
+
+async def test_a_slow_upload_is_ended_when_another_request_has_to_wait() -> None:
+    gate, upload = slow_gate(), Uploading()
+    held = await gate.admit(100)
+    with gate.upload(upload.received, upload.give_up):
+        waiting = asyncio.create_task(gate.admit(50))
+        await asyncio.sleep(0)
+        assert isinstance(upload.ended, TooSlow)
+        assert upload.ended.status == 408
+        held.release()
+        (await waiting).release()
+
+
+async def test_an_upload_that_becomes_slow_while_others_wait_is_ended_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.gateway.admission._PATROL", 0.0)
+    gate, upload = slow_gate(), Uploading()
+    upload.came = 1 << 30
+    held = await gate.admit(100)
+    with gate.upload(upload.received, upload.give_up):
+        waiting = asyncio.create_task(gate.admit(50))
+        await asyncio.sleep(0)
+        assert upload.ended is None
+        upload.came = 0
+        async with asyncio.timeout(5):
+            await upload.over.wait()
+        held.release()
+        (await waiting).release()
+
+
+async def test_a_slow_upload_goes_on_while_nobody_waits() -> None:
+    gate, upload = slow_gate(), Uploading()
+    with gate.upload(upload.received, upload.give_up):
+        (await gate.admit(50)).release()
+    assert upload.ended is None
+
+
+@pytest.mark.parametrize(("came", "upload_time"), [(1 << 30, 0.0), (None, 0.0), (0, 60.0)])
+async def test_an_upload_is_left_alone_that_is_fast_or_waits_for_an_engine_or_is_young(
+    came: int | None, upload_time: float
+) -> None:
+    gate, upload = Admission(Limits(bytes=100, queue=0), 5.0, upload_time=upload_time), Uploading()
+    upload.came = came
+    with await gate.admit(100), gate.upload(upload.received, upload.give_up), pytest.raises(Overloaded):
+        await gate.admit(50)
+    assert upload.ended is None
+
+
+async def test_no_upload_is_looked_at_after_its_end() -> None:
+    gate, upload = slow_gate(queue=0), Uploading()
+    with await gate.admit(100):
+        with gate.upload(upload.received, upload.give_up):
+            pass
+        with pytest.raises(Overloaded):
+            await gate.admit(50)
+    assert upload.ended is None

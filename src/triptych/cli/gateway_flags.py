@@ -45,6 +45,7 @@ FLAGS: tuple[tuple[str, tuple[str, ...], str, str, str, str], ...] = (
     ("limits: what one request, and all together, may take", ("limits", "items"), "text", "N", "128", "media items of one request (400 above)"),
     ("limits: what one request, and all together, may take", ("limits", "requests"), "text", "N", "1024", "requests in flight"),
     ("limits: what one request, and all together, may take", ("limits", "bytes"), "text", "SIZE", "1GiB", "bytes of request bodies in flight"),
+    ("limits: what one request, and all together, may take", ("limits", "upload_rate"), "text", "N", "65536", "bytes a second that a body must come at once it has taken `deadlines.body`, while others wait for its place (408 below)"),
     ("limits: what one request, and all together, may take", ("limits", "queue"), "text", "N", "256", "requests that may wait for admission (429 above)"),
     ("limits: what one request, and all together, may take", ("limits", "header_bytes"), "text", "SIZE", "64KiB", "a request's or an answer's head (431 above)"),
     ("limits: what one request, and all together, may take", ("limits", "answer_bytes"), "text", "SIZE", "64MiB", "a non-streaming answer (502 above)"),

@@ -7,16 +7,24 @@ small ones behind it back, so none starves. All state changes in `_admit_next`, 
 A body of unknown length is admitted with 0 bytes and grows as it arrives. Growing never waits: two half-read
 uploads that waited for each other's bytes would hold both until their deadlines. It may take bytes that the queue's
 head waits for, as the upload already holds its place and ends sooner for getting them.
+
+A place is taken before the body's bytes are there, so a few clients that drip theirs could hold all of it for ever.
+While others wait, uploads that have had their time and come too slowly are ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from triptych.gateway.settings import Limits
+from triptych.http.errors import ServerSideError
 
+_PATROL = 0.5  # seconds between two looks at slow uploads while others wait
 _RETRY_AFTER = 1  # seconds: the queue moves within the time of one request, of which the gateway knows nothing
 
 
@@ -39,6 +47,23 @@ class TooLarge(Exception):
             f"({budget} bytes, setting `limits.bytes`)."
         )
         super().__init__(self.message)
+
+
+class TooSlow(ServerSideError):
+    """The body came slower than `rate` bytes a second while others waited for its place: 408."""
+
+    status = 408
+
+    def __init__(self, rate: int) -> None:
+        super().__init__(f"the request body came at less than {rate} bytes a second while others waited for its place")
+
+
+class Upload(NamedTuple):
+    """A body on its way. `received`: bytes so far, None while it is not the client who is waited for."""
+
+    since: float
+    received: Callable[[], int | None]
+    give_up: Callable[[TooSlow], None]
 
 
 class Ticket:
@@ -86,15 +111,20 @@ class _Waiter:
 class Admission:
     """The gate that every request passes. `requests`, `nbytes` and `queued` say what is in flight and waiting."""
 
-    def __init__(self, limits: Limits, queue_deadline: float) -> None:
-        """limits: `requests`, `bytes` and `queue` of it; queue_deadline: seconds that a request waits at most."""
+    def __init__(self, limits: Limits, queue_deadline: float, upload_time: float = 30.0) -> None:
+        """limits: `requests`, `bytes`, `queue` and `upload_rate` of it; queue_deadline: seconds that a request waits at
+        most; upload_time: seconds that a body may take at any rate."""
         self.max_requests = limits.requests
         self.max_bytes = limits.bytes
         self.max_queue = limits.queue
         self.queue_deadline = queue_deadline
+        self.upload_rate = limits.upload_rate
+        self.upload_time = upload_time
         self.requests = 0
         self.nbytes = 0
         self._queue: dict[_Waiter, None] = {}  # an ordered set: leaving from the middle is O(1)
+        self._uploads: set[Upload] = set()
+        self._patrol: asyncio.TimerHandle | None = None
 
     @property
     def queued(self) -> int:
@@ -118,6 +148,7 @@ class Admission:
         ticket = self.try_admit(nbytes)
         if ticket is not None:
             return ticket
+        self._end_slow()
         if len(self._queue) >= self.max_queue:
             raise Overloaded("queue_full", "The gateway is at its limit and its queue is full. Try again later.")
         waiter = _Waiter(nbytes)
@@ -133,6 +164,33 @@ class Admission:
             raise
         finally:
             timer.cancel()
+
+    @contextmanager
+    def upload(self, received: Callable[[], int | None], give_up: Callable[[TooSlow], None]) -> Iterator[None]:
+        """While the block runs a body is on its way, which `give_up` ends if it is slow while others wait."""
+        upload = Upload(time.monotonic(), received, give_up)
+        self._uploads.add(upload)
+        try:
+            yield
+        finally:
+            self._uploads.discard(upload)
+
+    def _end_slow(self) -> None:
+        """End uploads that have had their time and are slow; look again as long as anybody waits."""
+        now = time.monotonic()
+        for upload in list(self._uploads):
+            age = now - upload.since
+            received = upload.received()
+            if age > self.upload_time and received is not None and received < age * self.upload_rate:
+                self._uploads.discard(upload)
+                upload.give_up(TooSlow(self.upload_rate))
+        if self._patrol is None and self._uploads:
+            self._patrol = asyncio.get_running_loop().call_later(_PATROL, self._look_again)
+
+    def _look_again(self) -> None:
+        self._patrol = None
+        if self._queue:
+            self._end_slow()
 
     def _expire(self, waiter: _Waiter) -> None:
         if waiter in self._queue:
@@ -161,6 +219,7 @@ class Admission:
         if self.nbytes + nbytes > self.max_bytes:
             if ticket.nbytes + nbytes > self.max_bytes:
                 raise TooLarge(ticket.nbytes + nbytes, self.max_bytes)
+            self._end_slow()
             raise Overloaded("bytes", "The gateway holds as many bytes of requests as it may. Try again later.")
         if ticket._held:
             ticket.nbytes += nbytes

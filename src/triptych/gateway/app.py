@@ -67,7 +67,7 @@ class Gateway:
         self.log = log
         self.rng = rng or random.Random()
         self.fleet = Fleet(settings, self.rng)
-        self.admission = Admission(settings.limits, settings.deadlines.queue)
+        self.admission = Admission(settings.limits, settings.deadlines.queue, settings.deadlines.body)
         self.metrics = Metrics(self.fleet, self.admission)
         self.requests = Ring(settings.debug_requests)
         self.keyring = Keyring(settings.api_keys, settings.tenant_header)
@@ -141,11 +141,18 @@ class Gateway:
         try:
             timeline.admit()
             if endpoint.body == "multipart":
-                return await self._form(request, endpoint, timeline, ticket)
-            if declared is None:
-                raw = await _chunked_body(request, limits.body_bytes, ticket)
-            else:
+                with self.admission.upload(lambda: _streamed(request), request.fail):
+                    return await self._form(request, endpoint, timeline, ticket)
+            if request.body_ended:
                 raw = await request.read_body(limits.body_bytes)
+                if declared is None:
+                    ticket.grow(len(raw))
+            elif declared is None:
+                with self.admission.upload(lambda: ticket.nbytes, request.fail):
+                    raw = await _chunked_body(request, limits.body_bytes, ticket)
+            else:
+                with self.admission.upload(lambda: request.buffered, request.fail):
+                    raw = await request.read_body(limits.body_bytes)
             timeline.bytes_in = len(raw)
             return await self._run(request, endpoint, timeline, raw, tenant)
         finally:
@@ -358,6 +365,11 @@ def _waited_for(timeline: Timeline) -> str:
     running = [leg for leg in timeline.legs if leg.started is not None and leg.status in ("", "cancelled")]
     names = [f"{leg.role if leg.name == 'decode' else leg.name} engine {leg.engine}" for leg in running]
     return ", ".join(names) or "a free place on an engine"
+
+
+def _streamed(request: Request) -> int | None:
+    """Bytes of a streamed body that have come; None while the client has done its part: the engine is waited for."""
+    return None if request.body_ended or request.buffered else request.taken
 
 
 async def _chunked_body(request: Request, limit: int, ticket: Ticket) -> bytes:

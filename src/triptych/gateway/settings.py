@@ -212,6 +212,11 @@ class Limits(Model):
     items: PositiveInt = Field(128, description="media items of one request (400 above)")
     requests: PositiveInt = Field(1024, description="requests in flight")
     bytes: Size = Field(1024 * MiB, description="bytes of request bodies in flight")
+    upload_rate: PositiveInt = Field(
+        64 * 1024,
+        description="bytes a second that a body must come at once it has taken `deadlines.body`, while others wait for "
+        "its place (408 below)",
+    )
     queue: int = Field(256, ge=0, description="requests that may wait for admission (429 above)")
     header_bytes: Size = Field(64 * 1024, description="a request's or an answer's head (431 above)")
     answer_bytes: Size = Field(64 * MiB, description="a non-streaming answer (502 above)")

@@ -23,7 +23,8 @@ _JOIN_BELOW = 65_536
 class Request(Collector):
     """One request and its answer. Made by the server; used by one task.
 
-    `path` and `query` are raw, `headers` have lower-case names, `content_length` is None for a chunked body.
+    `path` and `query` are raw, `headers` have lower-case names, `content_length` is None for a chunked body; `taken`
+    counts what `body_chunks` gave out.
     Answer with `respond`, or with `start`, `send`... and `finish`. Every method that writes raises ClientGone once the
     client has left, UnsafeHeaderError for headers that would split the answer, RuntimeError when called out of order.
     """
@@ -47,6 +48,7 @@ class Request(Collector):
         "path",
         "query",
         "started",
+        "taken",
         "target",
         "version",
     )
@@ -64,6 +66,7 @@ class Request(Collector):
         self.started = False
         self.finished = False
         self.bytes_sent = 0
+        self.taken = 0
         self.body_ended = False
         self._connection = connection
         self._expect = head.expect_continue
@@ -316,11 +319,10 @@ class Request(Collector):
 class BodyChunks:
     """Async iterator over a request body; see `Request.body_chunks`."""
 
-    __slots__ = ("_request", "_total")
+    __slots__ = ("_request",)
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._total = 0
 
     def __aiter__(self) -> BodyChunks:
         return self
@@ -333,7 +335,7 @@ class BodyChunks:
             await request._more_body()
         data = request._take()
         request._connection.relieve()
-        self._total += len(data)
-        if self._total > request._limit:
+        request.taken += len(data)
+        if request.taken > request._limit:
             raise BodyTooLarge(request._limit)
         return data

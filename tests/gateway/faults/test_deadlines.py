@@ -272,6 +272,33 @@ async def test_body_of_an_upload_that_is_streamed_through() -> None:
         assert [cancel.moment for cancel in rig.sim("final").seen.cancels] == ["upload"]
 
 
+@pytest.mark.parametrize("form", [False, True], ids=["json", "form"])
+async def test_uploads_that_drip_cannot_hold_the_byte_budget_against_others(form: bool) -> None:
+    """Each byte renews the deadline of silence; what ends them is that somebody waits for their place."""
+    limits = {"bytes": 100_000, "requests": 1}
+    async with Rig("plain", deadlines={"body": 0.3, "queue": 10}, limits=limits) as rig, rig.client() as dripping:
+        headers = {"content-type": "multipart/form-data; boundary=f"} if form else {}
+        field = b'--f\r\ncontent-disposition: form-data; name="%b"\r\n\r\n'
+        start = field % b"model" + b"sim\r\n" + field % b"prompt" if form else b'{"model"'
+        dripping.head(90_000, "/v1/audio/transcriptions" if form else "/v1/chat/completions", headers=headers)
+        dripping.writer.write(start)
+
+        async def drip() -> None:
+            while True:
+                dripping.writer.write(b"-")
+                await asyncio.sleep(0.05)  # the client's own slowness is what is tested
+
+        drips = asyncio.create_task(drip())
+        await eventually(lambda: rig.gateway.admission.requests == 1, "the upload has its place", 5.0)
+        assert (await rig.post(chat())).status == 200
+        answer = await dripping.answer()
+        drips.cancel()
+        assert answer.status == 408
+        assert "while others waited for its place" in answer.json["error"]["message"]
+        await dripping.close()
+        await rig.settled()
+
+
 async def test_header() -> None:
     async with Rig("plain", deadlines={"header": 0.2}) as rig:
         async with rig.client() as client:
