@@ -497,3 +497,19 @@ def test_item_is_a_plain_record() -> None:
     (item,) = media.items
     assert isinstance(item, Item)
     assert [member.key for member in item.uuid] == ["uuid"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:,x"}},
+        {"type": "image_embeds", "image_embeds": {}},
+        {"type": "image_url", "image_url": None, "uuid": "u"},
+        {"type": "image_url", "uuid": "u"},
+    ],
+)
+def test_the_walk_ends_at_one_media_part_too_many(part: dict[str, object]) -> None:
+    body = RequestBody(json.dumps({"messages": [{"role": "user", "content": [part] * 3}]}).encode())
+    assert find_media(body, "chat", 3) == find_media(body, "chat")
+    with pytest.raises(BodyError, match="more than 2 media items in one request"):
+        find_media(body, "chat", 2)

@@ -81,13 +81,13 @@ class _Message(msgspec.Struct, gc=False):
 _decode_messages: Final = msgspec.json.Decoder(list[_Message]).decode
 
 
-def find_media(body: RequestBody, api: Api) -> Media:
-    """Everything in this body that concerns media.
+def find_media(body: RequestBody, api: Api, most: int = 1 << 30) -> Media:
+    """Everything in this body that concerns media, of which there may be `most` parts.
 
     Raises:
-        BodyError: a part with two media keys, or more parts than the scanner visits.
+        BodyError: a part with two media keys, too many media parts, or more parts than the scanner visits.
     """
-    walk = _Walk(body, api)
+    walk = _Walk(body, api, most)
     for key in body.keys:
         if key.endswith(_EMBEDS) or key in MEDIA_KEYS:
             walk.top_level(key)
@@ -117,13 +117,14 @@ def _only_text(body: RequestBody, member: Member, api: Api) -> bool:
 class _Walk:
     """One walk over the messages of a body. `live`: whether the engine reads media at the place."""
 
-    __slots__ = ("api", "body", "closed", "embeds", "items", "raw", "scan", "unplanned", "view")
+    __slots__ = ("api", "body", "closed", "embeds", "items", "left", "most", "raw", "scan", "unplanned", "view")
 
-    def __init__(self, body: RequestBody, api: Api) -> None:
+    def __init__(self, body: RequestBody, api: Api, most: int) -> None:
         self.body = body
         self.raw = body.raw
         self.view = memoryview(body.raw)
         self.api = api
+        self.most = self.left = most
         self.scan = body.scanner
         self.items: list[Item] = []
         self.embeds: list[Item] = []
@@ -252,6 +253,7 @@ class _Walk:
             self.parts(nested[-1].value, live=inside, depth=self.deeper(depth))
         named = bool(uuids) and raw[uuids[-1].value] != 0x6E
         if embeds is not None:
+            self.count()
             self.close(embeds, at)
             if live:
                 value = (end, end) if media is None else (media.value, media.end)
@@ -271,8 +273,10 @@ class _Walk:
             modality, (content, inline) = MEDIA_KEYS[media.key], self.media_value(media)
         else:
             if live and named and type_ in MEDIA_KEYS:
+                self.count()
                 self.closed.append(Closed("uuid_only", type_, at))
             return end
+        self.count()
         key = "image" if anthropic else media.key
         if not live:
             self.unplanned.append(OUT_OF_PLACE)
@@ -284,6 +288,12 @@ class _Walk:
         span = (media.value, media.end)
         own.append(Item(modality, key, (at, end), span, tuple(uuids), inline, content, tuple(members)))
         return end
+
+    def count(self) -> None:
+        """One more media part: stops the walk at once where there are too many, since each costs its time."""
+        self.left -= 1
+        if self.left < 0:
+            raise BodyError(f"more than {self.most} media items in one request")
 
     def close(self, key: str, at: int) -> None:
         kind = key if key in ("prompt_embeds", "image_pil") else "embeds"

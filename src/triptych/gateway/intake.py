@@ -45,12 +45,10 @@ class Intake:
         for what is closed, with the setting that opens it.
         """
         body = RequestBody(raw, self.policy)
-        media = find_media(body, endpoint.api)
+        media = find_media(body, endpoint.api, self.items)
         for closed in media.closed:
             if _OPENED_BY[closed.kind] not in self.open:
                 raise _closed(body, closed)
-        if len(media.items) > self.items:
-            raise ApiError(400, f"{len(media.items)} media items in one request: at most {self.items}", reason="items")
         encodable = endpoint.message_field is not None and media.takes_handles
         hazard = body.hop_hazard(endpoint.api) if endpoint.generates else None
         unplanned = media.unplanned
