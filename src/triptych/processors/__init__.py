@@ -1,0 +1,1 @@
+"""Stage input processors: what one stage produced, made into the next stage's input."""

@@ -1,0 +1,1 @@
+"""The adapter between a stage's scheduler and its connector."""
