@@ -245,7 +245,7 @@ def test_keys_that_are_names_in_python_are_keys_like_others(key: str) -> None:
     body = RequestBody(raw)
     assert body.get(key) == {"a": [{"b": [{}]}]}
     assert joined(body.rewrite()) == raw.replace(b',"kv_transfer_params":1', b"")
-    assert joined(apply(raw, null_splices(raw, ["kv_transfer_params"]))) == raw.replace(b":1}", b":null}")
+    assert joined(apply(raw, null_splices(raw))) == raw.replace(b":1}", b":null}")
 
 
 def deeper(frames: int, work: Callable[[], Any]) -> Any:

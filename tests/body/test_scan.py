@@ -269,3 +269,61 @@ def test_time_is_linear_in_the_size(case: tuple[bytes, bytes, bytes]) -> None:
 
     # Quadratic work would cost 64 times as much.
     assert cost(1 << 20) < 40 * max(cost(1 << 17), 5e-5)
+
+
+LONG = b"QUJD" * 10_000
+DATA = [b'"data:image/png;base64,%b"' % LONG, b'"data":"%b"' % LONG, b'"data" : "%b"' % LONG]
+
+
+@pytest.mark.parametrize(
+    ("raw", "valid"),
+    [
+        (b'{"messages":[{"url":"data:image/png;base64,%b"}],"a":1}' % LONG, True),
+        (b'{"input_audio":{"data": "%b","format":"wav"},"b":{"data":"%b"}}' % (LONG, LONG), True),
+        (b'{"a":"data:x/y;base64,%b","data":1}' % LONG, True),
+        # Quotes that close a string where it looks as if they opened one, and the other way round.
+        (b'{"a":"x"data:image/png;base64,%b","b":1}' % LONG, False),
+        (b'{"a":"x"data":"%b"}' % LONG, False),
+        (b'{"a":"\\"data:image/png;base64,%b","b":1}' % LONG, True),
+        (b'{"a":"data:image/png;base64,%b' % LONG, False),
+        (b'{"a":"data:image/png;base64,%b\\"}' % LONG, False),
+        (b'{"a":"data:image/png;base64,%b\\"","b":1}' % LONG, True),
+        (b'{"a":"data:image/png;base64,%b"x"data:image/png;base64,%b"}' % (LONG, LONG), False),
+        (b'{"a":"data:image/png;base64,%b\xff%b"}' % (LONG, LONG), False),
+        (b'{"a":"data:image/png;base64,%b" "b":1}' % LONG, False),
+        (b'{"a":[1}"data:image/png;base64,%b"}' % LONG, False),
+    ],
+)
+def test_leaving_long_data_out_of_the_validation_changes_no_verdict(raw: bytes, valid: bool) -> None:
+    raw = raw + b" " * 70_000
+    if valid:
+        json.loads(raw)
+        hint = scan.validate_object(raw)
+        at = raw.index(b"{")
+        assert Scanner(raw).members(at, hint=hint) == Scanner(raw).members(at)
+    else:
+        with pytest.raises(ValueError):
+            json.loads(raw)
+        with pytest.raises(BodyError):
+            scan.validate_object(raw)
+
+
+@steady
+@given(
+    st.lists(st.sampled_from([*DATA, b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b'"data', b'"a"', b"1", b" "]))
+)
+def test_the_verdict_on_any_text_with_long_data_is_that_of_json_loads(pieces: list[bytes]) -> None:
+    raw = b'{"data":"%b","x":' % LONG + b"".join(pieces) + b"}" + b" " * 70_000
+    try:
+        json.loads(raw)
+    except ValueError:
+        with pytest.raises(BodyError):
+            scan.validate_object(raw)
+    else:
+        scan.validate_object(raw)
+
+
+def test_an_error_behind_long_data_names_the_byte_of_the_body_as_sent() -> None:
+    raw = b'{"data":"%b","a" 1}' % LONG + b" " * 70_000
+    with pytest.raises(BodyError, match=rf"\(byte {raw.index(b' 1') + 1}\)"):
+        scan.validate_object(raw)

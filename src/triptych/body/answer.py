@@ -10,6 +10,15 @@ import msgspec
 from triptych.body.edit import Splice, apply
 from triptych.body.scan import BodyError, Hint, Member, Scanner, check_utf8, validate_object
 
+
+class _Handles(msgspec.Struct, gc=False):
+    """The two members that tell handles; msgspec finds their values while it validates."""
+
+    ec_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_decode_handles: Final = msgspec.json.Decoder(_Handles).decode
 _decode_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -90,37 +99,41 @@ def merge_handles(handles: Iterable[bytes | None]) -> bytes | None:
     return b"{" + b",".join(merged.values()) + b"}" if merged else None
 
 
-def null_splices(answer: bytes, keys: Collection[str]) -> list[Splice]:
-    """Splices that null these top-level members of an answer to the client; none where all are absent or null.
+HANDLES: Final = _Handles.__struct_fields__
+"""Members of an engine's answer that a client has no use for."""
+
+
+def null_splices(answer: bytes) -> list[Splice]:
+    """Splices that null the handles at the top level of an answer to the client; none where all are absent or null.
 
     Raises:
         AnswerError: the answer is not one JSON object.
     """
-    quick = _quick_nulls(answer, keys)
+    quick = _quick_nulls(answer)
     if quick is not None:
         return quick
     return [
         Splice(member.value, member.end, b"null")
         for member in _members(answer)
-        if member.key in keys and answer[member.value : member.end] != b"null"
+        if member.key in HANDLES and answer[member.value : member.end] != b"null"
     ]
 
 
-def nulled_inside(answer: bytes, members: Collection[str], keys: Collection[str]) -> bytes:
-    """The answer with `keys` nulled at top level and in those of `members` that are objects.
+def nulled_inside(answer: bytes, members: Collection[str]) -> bytes:
+    """The answer with handles nulled at top level and in those of `members` that are objects.
 
     Raises:
         AnswerError: the answer is not one JSON object.
     """
-    splices = null_splices(answer, keys)
+    splices = null_splices(answer)
     for member in _members(answer):
         if member.key in members and answer[member.value] == 0x7B:
-            inner = null_splices(answer[member.value : member.end], keys)
+            inner = null_splices(answer[member.value : member.end])
             splices += [Splice(member.value + at, member.value + end, new) for at, end, new in inner]
     return b"".join(apply(answer, splices))
 
 
-def _quick_nulls(answer: bytes, keys: Collection[str]) -> list[Splice] | None:
+def _quick_nulls(answer: bytes) -> list[Splice] | None:
     """The same without a walk, where each key is written plainly and once; None where it takes a walk to tell.
 
     msgspec finds the values while it validates, but not where they are. A key that stands once in the text, with its
@@ -130,21 +143,19 @@ def _quick_nulls(answer: bytes, keys: Collection[str]) -> list[Splice] | None:
         return None
     try:
         check_utf8(answer, "answer")
-        values = _decode_object(answer).get
+        found = _decode_handles(answer)
     except (msgspec.MsgspecError, RecursionError, BodyError):
         return None
     out: list[Splice] = []
-    for key in keys:
-        value = values(key)
-        if value is None:
-            continue
+    named = (b'"ec_transfer_params":', found.ec_transfer_params), (b'"kv_transfer_params":', found.kv_transfer_params)
+    for name, value in named:
         raw = bytes(value)
+        if (count := answer.count(name[:-1])) > 1:
+            return None
         if raw == b"null":
             continue
-        name = b'"%b"' % key.encode()
-        at = answer.rfind(name)
-        start = at + len(name) + 1
-        if at < 0 or answer.find(name) != at or answer[start - 1 : start] != b":" or not answer.startswith(raw, start):
+        start = answer.find(name) + len(name)
+        if count != 1 or not answer.startswith(raw, start):
             return None
         out.append(Splice(start, start + len(raw), b"null"))
     return out

@@ -87,6 +87,8 @@ def find_media(body: RequestBody, api: Api, most: int = 1 << 30) -> Media:
     Raises:
         BodyError: a part with two media keys, too many media parts, or more parts than the scanner visits.
     """
+    if body.plain is not None:
+        return _NOTHING[api]
     walk = _Walk(body, api, most)
     for key in body.keys:
         if key.endswith(_EMBEDS) or key in MEDIA_KEYS:

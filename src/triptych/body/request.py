@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from triptych.body.edit import Buffer, Splice, apply, object_splices
+from triptych.body.plain import Plain, Proof
 from triptych.body.scan import STRIPPED, BodyError, Hint, Member, Rules, Scanner, string, validate_object
 
 HANDLES: Final = frozenset({"ec_transfer_params", "kv_transfer_params"})
@@ -32,11 +33,13 @@ class Policy(NamedTuple):
 
     owned: frozenset[str]
     rules: Rules
+    proof: Proof
 
     @classmethod
     def of(cls, owned: Iterable[str] = (), strip: Iterable[str] = HANDLES) -> Policy:
         """`owned`: fields of the KV dialect in force besides `OWNED`. `strip`: what a client may not send."""
-        return cls(OWNED.union(owned), Rules.of(frozenset(strip)))
+        every, gone = OWNED.union(owned), frozenset(strip)
+        return cls(every, Rules.of(gone), Proof(every, gone))
 
 
 DEFAULT_POLICY: Final = Policy.of()
@@ -45,12 +48,19 @@ DEFAULT_POLICY: Final = Policy.of()
 class RequestBody:
     """One JSON object as it came. Values are looked at only when asked for; a wrong type is the engine's to refuse.
 
-    Attributes: `raw` the bytes as sent; `at`, `end` offsets of its braces (`end` behind the closing one); `top` all
+    Attributes: `raw` the bytes as sent; `plain` what is known of a plain text request without a look at its members;
+    `at`, `end` offsets of its braces (`end` behind the closing one); `top` all
     top-level members in order, runs of stripped ones as one Member with the key `STRIPPED`; `stripped` whether there
     is anything to strip, also inside `vllm_xargs`.
     """
 
-    __slots__ = ("_index", "_strips", "_xargs", "at", "end", "hint", "policy", "raw", "scanner", "top")
+    __slots__ = ("_found", "_strips", "_xargs", "at", "end", "hint", "plain", "policy", "raw", "scanner", "top")
+
+    hint: Hint
+    scanner: Scanner
+    at: int
+    top: list[Member]
+    end: int
 
     def __init__(self, raw: bytes, policy: Policy = DEFAULT_POLICY) -> None:
         """Parse.
@@ -58,25 +68,38 @@ class RequestBody:
         Raises:
             BodyError: not one JSON object, a field of `policy.owned` twice, or too much to look at.
         """
-        hint: Hint = validate_object(raw)
         self.raw = raw
         self.policy = policy
-        self.hint = hint
+        self._strips = False
+        self._xargs: tuple[Splice, ...] = ()
+        self._found: dict[str, Member] | None = None
+        self.plain: Plain | None = policy.proof.of(raw)
+        if self.plain is None:
+            self._scan()
+
+    def _scan(self) -> dict[str, Member]:
+        """Find the members; of a plain request only when somebody asks for them."""
+        raw = self.raw
+        self.hint = validate_object(raw)
         self.scanner = Scanner(raw)
         self.at = raw.index(b"{")
-        self.top, self.end = self.scanner.members(self.at, policy.rules, hint)
+        self.top, self.end = self.scanner.members(self.at, self.policy.rules, self.hint)
         top = self.top
-        self._index = index = {member.key: member for member in top}
-        self._strips = False
+        self._found = index = {member.key: member for member in top}
         if len(index) != len(top) or STRIPPED in index:
-            self._duplicates()
+            index = self._duplicates()
         xargs = index.get("vllm_xargs")
-        self._xargs: tuple[Splice, ...] = ()
         if xargs is not None and raw[xargs.value] == 0x7B:
-            inner, _ = self.scanner.members(xargs.value, policy.rules)
+            inner, _ = self.scanner.members(xargs.value, self.policy.rules)
             self._xargs = tuple(object_splices(raw, (xargs.value, xargs.end), inner))
+        return index
 
-    def _duplicates(self) -> None:
+    @property
+    def _index(self) -> dict[str, Member]:
+        found = self._found
+        return self._scan() if found is None else found
+
+    def _duplicates(self) -> dict[str, Member]:
         """Refuse a second copy of an owned key; take runs of stripped members out of the index."""
         index: dict[str, Member] = {}
         for member in self.top:
@@ -87,10 +110,12 @@ class RequestBody:
                 raise BodyError(f'duplicate top-level key "{key}" in request body', param=key)
             else:
                 index[key] = member
-        self._index = index
+        self._found = index
+        return index
 
     def __repr__(self) -> str:
-        keys = ", ".join("…" if m.key is STRIPPED else m.key for m in self.top[:12])
+        found = [] if self._found is None else self.top[:12]
+        keys = ", ".join("…" if m.key is STRIPPED else m.key for m in found) or "plain text"
         return f"<RequestBody {len(self.raw)} B: {keys}>"
 
     def __contains__(self, key: str) -> bool:
@@ -145,7 +170,7 @@ class RequestBody:
     @property
     def model(self) -> str | None:
         """The model named by the client; None if absent, null or not a string."""
-        return self.text("model")
+        return self.text("model") if self.plain is None else self.plain.model
 
     @property
     def stream(self) -> bool:
@@ -176,6 +201,8 @@ class RequestBody:
         KV hand-over carries the parameters of one sequence of one prompt. A field of a wrong type counts as a
         hazard: the engine that gets the request alone refuses it by itself.
         """
+        if self.plain is not None:
+            return None
         index = self._index
         if "n" in index and self.get("n") not in (None, 1, "1"):
             return "n"
@@ -222,8 +249,12 @@ class RequestBody:
 
         Each key of `put` is there exactly once afterwards. With nothing to do the result is `[raw]`, the same object.
         """
+        if not (put or remove or inner or self._strips or self._xargs):
+            return [self.raw]
         splices = [] if not inner else list(inner)
         if put or remove or self._strips:
+            if self._found is None:
+                self._scan()
             splices += object_splices(self.raw, (self.at, self.end), self.top, remove, put)
         if self._xargs and "vllm_xargs" not in put and "vllm_xargs" not in remove:
             splices += self._xargs

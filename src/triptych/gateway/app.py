@@ -90,7 +90,11 @@ class Gateway:
         self.requests.add(timeline)
         status = 499
         try:
-            outcome = await self._answer(request, endpoint, timeline)
+            total = self.settings.deadlines.total
+            if total is None:
+                outcome = await self._admitted(request, endpoint, timeline)
+            else:
+                outcome = await self._within(total, request, endpoint, timeline)
             status = outcome.status
             if outcome.failure is not None:
                 timeline.error = outcome.failure
@@ -120,10 +124,7 @@ class Gateway:
             self.metrics.request(timeline.plan, status, seconds, timeline.model)
             self.log.access(timeline, request.method, request.path, request.peer)
 
-    async def _answer(self, request: Request, endpoint: Endpoint, timeline: Timeline) -> Outcome:
-        total = self.settings.deadlines.total
-        if total is None:
-            return await self._admitted(request, endpoint, timeline)
+    async def _within(self, total: float, request: Request, endpoint: Endpoint, timeline: Timeline) -> Outcome:
         try:
             async with asyncio.timeout(total):
                 return await self._admitted(request, endpoint, timeline)
@@ -137,7 +138,7 @@ class Gateway:
         declared = request.content_length
         if declared is not None and declared > limits.body_bytes:
             raise ApiError(413, f"request body of {declared} bytes: at most {limits.body_bytes}", reason="body_size")
-        ticket = await self.admission.admit(declared or 0)
+        ticket = self.admission.try_admit(declared or 0) or await self.admission.admit(declared or 0)
         try:
             timeline.admit()
             if endpoint.body == "multipart":
@@ -154,13 +155,12 @@ class Gateway:
                 with self.admission.upload(lambda: request.buffered, request.fail):
                     raw = await request.read_body(limits.body_bytes)
             timeline.bytes_in = len(raw)
-            return await self._run(request, endpoint, timeline, raw, tenant)
+            return await self._planned(request, endpoint, timeline, raw, tenant).go()
         finally:
             ticket.release()
 
-    async def _run(
-        self, request: Request, endpoint: Endpoint, timeline: Timeline, raw: bytes, tenant: bytes
-    ) -> Outcome:
+    def _planned(self, request: Request, endpoint: Endpoint, timeline: Timeline, raw: bytes, tenant: bytes) -> Run:
+        """The request with its plan, nothing of it begun. Raises BodyError, ApiError, ModelRequired, UnknownModel."""
         asked = self.intake.read(raw, endpoint)
         deployment = self.fleet.resolve(asked.body.model)
         timeline.model = deployment.label
@@ -175,10 +175,12 @@ class Gateway:
             encode=stages.encode,
             keep_uuids="uuid" in self.settings.open,
         )
-        self.metrics.uuids("removed", bodies.removed)
-        self.metrics.uuids("replaced", bodies.replaced)
-        self.metrics.stripped("handles", asked.body.stripped)
-        run = Run(
+        if asked.media.items or asked.media.embeds:
+            self.metrics.uuids("removed", bodies.removed)
+            self.metrics.uuids("replaced", bodies.replaced)
+        if asked.body.stripped:
+            self.metrics.stripped("handles", 1)
+        return Run(
             tools=self.tools,
             request=request,
             request_id=timeline.id,
@@ -192,7 +194,6 @@ class Gateway:
             headers=self._leg_headers[deployment].of(request.headers),
             own_headers=_own_headers(timeline),
         )
-        return await run.go()
 
     def _headers_for(self, deployment: Deployment) -> LegHeaders:
         key = deployment.settings.engine_api_key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triptych.body.items import ON_ENDPOINT, Closed, Media
 from triptych.body.media import find_media
@@ -16,8 +17,7 @@ from triptych.gateway.plan import Shape
 _OPENED_BY = {"embeds": "embeds", "prompt_embeds": "embeds", "image_pil": "embeds", "uuid_only": "uuid"}
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request that may be sent on: its body, its media, and the shape that planning looks at."""
 
     body: RequestBody

@@ -110,9 +110,10 @@ class Log:
         if not self._access:
             return
         t = timeline
-        method = clean(method)
-        path = clean(path)
-        model = clean(t.model)
+        model = t.model
+        # Few paths and models occur: nearly all are known, and short and printable.
+        if len(method) + len(path) + len(model) > MAX_VALUE or not (method + path + model).isprintable():
+            method, path, model = clean(method), clean(path), clean(model)
         first = None if t.first is None else int((t.first - t.began) * 1e4) / 10  # round() costs six times as much
         ms = int(t.seconds * 1e4) / 10
         if self.json:

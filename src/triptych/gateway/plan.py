@@ -6,8 +6,7 @@ Everything here is pure. `route` picks the stages (the contract's table "Plans")
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from triptych.gateway.engines import Deployment, Engine, Pool
 from triptych.gateway.errors import ApiError
@@ -16,8 +15,7 @@ from triptych.gateway.settings import ModelSettings, Role
 PlanName = Literal["plain", "e_pd", "p_d", "e_p_d"]
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What planning needs to know of a request.
 
     items: media items that an encoder could take. generates: whether the endpoint generates at all.
@@ -40,8 +38,7 @@ class PoolState(Protocol):
     def healthy(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The stages of a plan. degraded: reasons, each counted, why it is less than the deployment could do."""
 
     encode: bool
@@ -56,8 +53,7 @@ class Route:
         return "p_d" if self.prefill else "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The legs of one request: engines chosen, nothing called yet.
 
     items: how many encode legs, one per distinct item; each takes its encoder when its turn comes, since no other leg

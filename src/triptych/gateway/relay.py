@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from triptych.body.scan import BodyError, validate
 from triptych.gateway.endpoints import Api
 from triptych.gateway.errors import ApiError
 from triptych.gateway.identity import answer_headers
-from triptych.gateway.settings import Deadlines, Limits
+from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Timeline
 from triptych.gateway.upstream import Leg, LegError, LegStatus, failed, read_answer
 from triptych.http.client import Response
@@ -43,11 +43,8 @@ _END_MARKS: dict[Api, bytes] = {
     "messages": b"event: message_stop",
 }
 
-HANDLES = ("ec_transfer_params", "kv_transfer_params")
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How the relay ended.
 
     status: of the status line that the client got. failure: why the answer is not a good one though it was relayed,
@@ -59,20 +56,44 @@ class Outcome:
     leg: LegStatus = "success"
 
 
-@dataclass(slots=True)
 class Relay:
-    """One answer on its way. own_headers: the gateway's (request id); keep_handles: the client may see handles."""
+    """One answer on its way. own_headers: the gateway's (request id); first_token: told once when a stream begins."""
 
-    request: Request
-    api: Api
-    leg: Leg
-    timeline: Timeline
-    first_token: Callable[[], None]
-    own_headers: list[Header]
-    deadlines: Deadlines
-    limits: Limits
-    gateway_key: bool
-    keep_handles: bool
+    __slots__ = (
+        "api",
+        "deadlines",
+        "first_token",
+        "gateway_key",
+        "keep_handles",
+        "leg",
+        "limits",
+        "own_headers",
+        "request",
+        "timeline",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        api: Api,
+        leg: Leg,
+        timeline: Timeline,
+        first_token: Callable[[], None],
+        own_headers: list[Header],
+        settings: GatewaySettings,
+        gateway_key: bool,
+    ) -> None:
+        """gateway_key: the engine was shown the gateway's own key, so a refused key is none of the client's."""
+        self.request = request
+        self.api = api
+        self.leg = leg
+        self.timeline = timeline
+        self.first_token = first_token
+        self.own_headers = own_headers
+        self.deadlines = settings.deadlines
+        self.limits = settings.limits
+        self.gateway_key = gateway_key
+        self.keep_handles = "answer_handles" in settings.open
 
     async def run(self, response: Response) -> Outcome:
         """Relay the response.
@@ -95,16 +116,19 @@ class Relay:
     async def _whole(self, response: Response, *, is_json: bool) -> Outcome:
         body = await read_answer(self.leg, response, self.limits.answer_bytes, self.deadlines.stream_idle)
         segments: Buffer | Sequence[Buffer] = body
-        if is_json and response.status < 300:
+        good = response.status < 300
+        if is_json and not self.keep_handles and b"_transfer_params" in body:
+            try:
+                segments = apply(body, null_splices(body))
+            except AnswerError as error:
+                if good:
+                    raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from error
+                # An error in words that calls itself JSON: nothing that a client could read handles from.
+        elif is_json and good:
             try:
                 _check_json(body)
             except (msgspec.MsgspecError, RecursionError):
                 self._check_again(body)
-        if is_json and not self.keep_handles and b"_transfer_params" in body:
-            try:
-                segments = apply(body, null_splices(body, HANDLES))
-            except AnswerError as error:
-                raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from error
         await self.request.respond(response.status, self._head(response), segments)
         if response.status >= 400:
             return Outcome(response.status, f"http_{response.status}", "http_error")
@@ -219,7 +243,7 @@ def _content_type(headers: list[Header]) -> bytes:
 
 def _nulled(data: re.Match[bytes]) -> bytes:
     try:
-        return data[1] + nulled_inside(data[2], _WHOLE_ANSWERS, HANDLES)
+        return data[1] + nulled_inside(data[2], _WHOLE_ANSWERS)
     except AnswerError:
         return data[0]  # no JSON: nothing that a client could read handles from
 

@@ -80,7 +80,9 @@ class Run:
                 await self._encode(prefill or final)
             if prefill is None:
                 final.body = self.bodies.final({}, consumer=True)
-                return await self._answer(final)
+                return await answer(
+                    self.tools, self.request, self.endpoint, self.deployment, self.timeline, final, self.own_headers
+                )
             context = KvContext(
                 self.request_id,
                 plan.prefill.settings,  # type: ignore[union-attr]
@@ -246,10 +248,8 @@ async def answer(
                 timeline,
                 first_token,
                 own_headers,
-                settings.deadlines,
-                settings.limits,
+                settings,
                 deployment.settings.engine_api_key is not None,
-                "answer_handles" in settings.open,
             )
             outcome = await relay.run(response)
         except ApiError:  # the engine's answer was such that the client gets another one

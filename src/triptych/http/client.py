@@ -164,10 +164,10 @@ class Client:
         parts: Sequence[Buffer] = ()
         size = 0
         stream: AsyncIterator[bytes] | None = None
-        if isinstance(body, BUFFERS):
-            parts = (body,)
-        elif isinstance(body, (tuple, list)):
+        if isinstance(body, (list, tuple)):
             parts = body
+        elif isinstance(body, BUFFERS):
+            parts = (body,)
         elif isinstance(body, AsyncIterator):
             stream = body
         else:
@@ -177,7 +177,7 @@ class Client:
             if content_length is not None:
                 framing = b"content-length: %d\r\n\r\n" % content_length
         else:
-            size = sum(map(len, parts))
+            size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
             framing = b"\r\n" if not size and method in (b"GET", b"HEAD") else b"content-length: %d\r\n\r\n" % size
         head = b"".join((request_line(method, target), pool.host_line, header_lines(headers), framing))
         small = b"".join((head, *parts)) if stream is None and size <= _JOIN_BELOW else None

@@ -317,6 +317,12 @@ def status_line(status: int) -> bytes:
 
 def request_line(method: bytes, target: bytes) -> bytes:
     """The request line. Raises UnsafeHeaderError on a method or target that would break out of it."""
+    # Few targets occur and all of them often, but a long one should not stay in memory.
+    return (_request_line if len(target) <= _CACHED_LINE else _request_line.__wrapped__)(method, target)
+
+
+@lru_cache(maxsize=256)
+def _request_line(method: bytes, target: bytes) -> bytes:
     if not target or target.translate(None, _TARGET_BYTES) or _TOKEN.fullmatch(method) is None:
         raise UnsafeHeaderError(f"request line {method!r} {target[:80]!r} is not valid")
     return b"%b %b HTTP/1.1\r\n" % (method, target)
