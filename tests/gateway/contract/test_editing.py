@@ -16,16 +16,19 @@ PATHS = [path for path, endpoint in ENDPOINTS.items() if endpoint.body == "json"
 
 
 @pytest.mark.parametrize("spelled", ["plainly", "with escapes"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+@pytest.mark.parametrize(("path", "beside"), [("/v1/chat/completions", "x"), ("/v1/embeddings", "temperature")])
 @pytest.mark.parametrize(
     "key",
     ["model", "messages", "input", "prompt", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens",
      "max_output_tokens", "min_tokens", "mm_processor_kwargs", "media_io_kwargs", "session_id", "priority",
      "vllm_xargs"],
 )  # fmt: skip
-async def test_a_field_that_the_gateway_reads_or_sets_may_not_occur_twice(key: str, path: str, spelled: str) -> None:
+async def test_a_field_that_the_gateway_reads_or_sets_may_not_occur_twice(
+    key: str, path: str, beside: str, spelled: str
+) -> None:
+    value = {"messages": "[]", "input": '"a"', "prompt": '"a"'}.get(key, "null")
     again = "".join(f"\\u{ord(c):04x}" for c in key) if spelled == "with escapes" else key
-    raw = f'{{"{key}": null, "x": 1, "{again}": null}}'.encode()
+    raw = f'{{"{key}": {value}, "{beside}": 1, "{again}": {value}}}'.encode()
     async with Scripted() as e, Scripted() as c, Gate(encode=[e.url], combined=[c.url]) as gate:
         answer = await gate.post(raw, path)
         assert answer.status == 400
