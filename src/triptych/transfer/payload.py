@@ -5,7 +5,7 @@ Tensors are whatever the stage's framework has (torch in an engine); this module
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict, TypeVar
 
 import msgspec
 
@@ -14,14 +14,17 @@ class _Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Fields given by keyword, None unless given."""
 
 
-class Codes(_Record):
+_Known = TypeVar("_Known", bound=_Record)
+
+
+class Codes(_Record, kw_only=True):
     """Codec tokens: `audio` of this chunk (a flat list, or `[frames, codebooks]`), `ref` the reference voice."""
 
     audio: Any = None
     ref: Any = None
 
 
-class Ids(_Record):
+class Ids(_Record, kw_only=True):
     """Token ids: `prompt` of the stage before, `all` that it has, `tts` text to be spoken, `tokens` which the next
     stage's prompt grows by, `streaming_prompt_previous_codes` what a recomputed prompt must be fed again."""
 
@@ -32,14 +35,14 @@ class Ids(_Record):
     streaming_prompt_previous_codes: Any = None
 
 
-class HiddenStates(_Record):
+class HiddenStates(_Record, kw_only=True):
     """Hidden states `[tokens, width]`: `output` of the last layer, `tts` of the text to be spoken."""
 
     output: Any = None
     tts: Any = None
 
 
-class Meta(_Record):
+class Meta(_Record, kw_only=True):
     """What the adapters and the schedulers go by.
 
     `finished` (bool or a bool tensor of one element): the last chunk of the request; `is_segment_finished`: of the
@@ -64,7 +67,7 @@ class Meta(_Record):
     code_flat_numel: int | None = None
 
 
-class StagePayload(_Record):
+class StagePayload(_Record, kw_only=True):
     """One chunk. `extra` is for what a processor and its model agree on beyond these fields."""
 
     codes: Codes | None = None
@@ -90,7 +93,7 @@ class PayloadDict(TypedDict, total=False):
     extra: dict[str, Any]
 
 
-_PARTS: dict[str, type[_Record]] = {"codes": Codes, "meta": Meta, "ids": Ids, "hidden_states": HiddenStates}
+_PARTS: Final[dict[str, type[_Record]]] = {"codes": Codes, "meta": Meta, "ids": Ids, "hidden_states": HiddenStates}
 
 
 def to_dict(payload: StagePayload) -> dict[str, Any]:
@@ -99,20 +102,26 @@ def to_dict(payload: StagePayload) -> dict[str, Any]:
 
 
 def to_struct(fields: dict[str, Any]) -> StagePayload:
-    """The struct of nested dicts. Raises ValueError for a field that there is not, named with its path."""
-    unknown = fields.keys() - set(StagePayload.__struct_fields__)
-    if unknown:
-        raise ValueError(f"a stage payload has no field {sorted(unknown)[0]!r}")
-    out: dict[str, Any] = {}
+    """The struct of nested dicts; of structs inside, themselves. Values are shared, not copied.
+
+    Raises:
+        ValueError: a field that there is not, named with its path, or a part that is no fields at all.
+    """
+    return _struct(StagePayload, fields, "a stage payload")
+
+
+def _struct(kind: type[_Known], fields: dict[str, Any], what: str) -> _Known:
+    values: dict[str, Any] = {}
     for name, value in fields.items():
-        part = _PARTS.get(name)
-        if part is not None and isinstance(value, dict):
-            inside = value.keys() - set(part.__struct_fields__)
-            if inside:
-                raise ValueError(f"`{name}` of a stage payload has no field {sorted(inside)[0]!r}")
-            value = part(**value)
-        out[name] = value
-    return StagePayload(**out)
+        if name not in kind.__struct_fields__:
+            raise ValueError(f"{what} has no field {name!r}: it has {', '.join(kind.__struct_fields__)}")
+        part = _PARTS.get(name) if kind is StagePayload else None
+        if part is not None and value is not None and not isinstance(value, part):
+            if not isinstance(value, dict):
+                raise ValueError(f"`{name}` of {what} is a {type(value).__name__}, not a dict of its fields")
+            value = _struct(part, value, f"`{name}` of {what}")
+        values[name] = value
+    return kind(**values)
 
 
 def _fields(record: _Record) -> dict[str, Any]:
