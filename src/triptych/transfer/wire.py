@@ -8,7 +8,7 @@ dtype and which shape; `bytes` are one too (of 1 KiB or more: beside the head). 
 built and nothing is looked up by a name from the wire.
 
 What does not fit is a `WireError` that says what and where, found before anything of the size that the wire claims is
-allocated. Decoding takes at most 64 bytes of memory per byte of the head, and a head has at most `MAX_HEAD` bytes.
+allocated. Decoding takes at most 80 bytes of memory per byte of the head, and a head has at most `MAX_HEAD` bytes.
 
 No torch here: `triptych.transfer.tensors` puts torch tensors on top.
 """
@@ -294,8 +294,8 @@ def _take(index: int, rest: list[Buffer | None]) -> Buffer:
 
 
 def _values(depth: int) -> Any:
-    """The type of what a head may hold. msgspec knows no recursive one; this is also what bounds the depth, keeps keys
-    that are no text out of any hash table, and dates (which msgspec makes of extension -1) out of the result."""
+    """The type of what a head may hold. msgspec knows no recursive one, so this is also what bounds the depth; it keeps
+    out keys that are no text, and dates, which msgspec makes of extension -1 where it may."""
     leaf = str | int | float | bool | None | Ext
     kind: Any = leaf
     for _ in range(depth):
