@@ -118,7 +118,7 @@ class Rig:
                 **self._settings,
             }
         )
-        log = Log("json", "debug", write=self.lines.append)
+        log = Log("json", "debug", write=self.lines.append, delay=0)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(settings, log))
         self.gateway.client.sweep_interval = 0.05  # deadlines are seen up to two sweeps late

@@ -5,8 +5,8 @@ value that a client had a hand in (a path, a model name) is cut to a length and 
 printable, so it can neither end a line nor steer a terminal; in text it is quoted wherever it could be taken for a
 field.
 
-The access line bypasses stdlib logging, which costs several times as much, and the lines of one turn of the event loop
-are written at once. Rare events of other modules come through `logging.getLogger("triptych...")` and `Log.attach`. A
+The access line bypasses stdlib logging, which costs several times as much, and such lines are written together, at most
+10 ms late. Rare events of other modules come through `logging.getLogger("triptych...")` and `Log.attach`. A
 stderr that fails loses lines (counted) and stops no request.
 """
 
@@ -67,14 +67,17 @@ class Log:
         access: bool = True,
         write: Callable[[bytes], object] | None = None,
         clock: Callable[[], float] = time.time,
+        delay: float = 0.01,
     ) -> None:
-        """write: takes whole lines; raises OSError if it cannot. stderr if None."""
+        """write: takes whole lines; raises OSError if it cannot. stderr if None. delay: seconds that access lines wait
+        for company, since a write for each, or a turn of the loop for it, is a measurable part of a request."""
         self.json = form == "json"
         self.level = _LEVELS[level]
         self.dropped = 0
         self._access = access and self.level <= _LEVELS["info"]
         self._write = write or _stderr
         self._clock = clock
+        self._delay = delay
         self._second = -1
         self._stamp = ""
         self._pending: list[bytes] = []
@@ -183,12 +186,12 @@ class Log:
         self.flush()
 
     def _later(self, line: bytes) -> None:
-        """Like `_line`, together with the others of this turn of the loop: under load that is one write for many."""
+        """Like `_line`, a moment later, with what comes meanwhile: under load that is one write for many."""
         pending = self._pending
         pending.append(line + b"\n")
         if len(pending) == 1:
             try:
-                asyncio.get_running_loop().call_soon(self.flush)
+                asyncio.get_running_loop().call_later(self._delay, self.flush)
             except RuntimeError:
                 self.flush()
 

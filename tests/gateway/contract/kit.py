@@ -90,7 +90,7 @@ class Gate(Rig):
     async def _start(self) -> None:
         given = {"listen": "127.0.0.1:0", "admin": "off", "health": self._health, **self._own}
         settings = GatewaySettings.model_validate(given)
-        log = Log("json", "debug", write=self.lines.append)
+        log = Log("json", "debug", write=self.lines.append, delay=0)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(settings, log))
         engines = list(self.gateway.fleet.engines())
