@@ -44,15 +44,15 @@ def codes(source: Any, *, width: int, exact: bool) -> torch.Tensor | None:
     return audio
 
 
-def number(sources: Mapping[str, Any], name: str) -> int | None:
+def number(source: Mapping[str, Any], name: str) -> int | None:
     """A field that counts, of the source itself or of its `meta`: a positive int, or an integer tensor of one element.
 
     Raises:
         ValueError: it is something else. None where it is not there.
     """
-    value = sources.get(name)
+    value = source.get(name)
     if value is None:
-        value = mapping(sources.get("meta")).get(name)
+        value = mapping(source.get("meta")).get(name)
     if value is None:
         return None
     plain = value

@@ -12,8 +12,8 @@ A codec that keeps its state (`codec_streaming`) must get each row once. Rows ar
     talker_to_codec(adapter, None, request, is_finished=True)  # and the request ends: row 4
 
 A segment's end is none for the codec, which goes on with the next segment: only a request that is not resumable ends
-it. A codec that keeps no state gets the whole sound so far with every chunk, and in `meta.left_context_size` how many of
-its rows it has had.
+it. A codec that keeps no state gets the whole sound so far with every chunk, and in `meta.left_context_size` how many
+of its rows it has had.
 
 Between calls the state is kept in `transfer_manager.request_payload`, by external id, where the adapter clears it with
 the rest of the stream.
