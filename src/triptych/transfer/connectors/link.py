@@ -1,0 +1,86 @@
+"""One connection to a peer: bytes in and out without blocking, and what is known of who is there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from triptych.transfer.connectors.frames import Buffer, FrameReader, Limits, Message, pack
+from triptych.transfer.connectors.inbound import Source
+from triptych.transfer.connectors.peers import Peer
+
+_AT_ONCE: Final = 64  # buffers of one system call
+
+
+class Transport(Protocol):
+    """A non-blocking byte stream. `send` and `recv_into` raise BlockingIOError where they would wait, any other OSError
+    where the connection is of no more use; `recv_into` returns 0 at its end."""
+
+    def fileno(self) -> int:
+        """What the loop waits for."""
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Send some of the bytes: how many."""
+
+    def recv_into(self, view: memoryview) -> int:
+        """Receive some bytes: how many."""
+
+    def close(self) -> None:
+        """May be called twice."""
+
+
+class Link(Peer):
+    """A connection. `to_sender`: its peer sends streams and we receive them; otherwise the other way round."""
+
+    def __init__(self, transport: Transport, dirty: set[Link], *, to_sender: bool, limits: Limits) -> None:
+        super().__init__()
+        self.transport = transport
+        self.to_sender = to_sender
+        self.source = Source("?")  # of the peer, where it sends
+        self.stage = "?"  # of the peer
+        self.pid = 0
+        self.greeted = False
+        self.closed = False
+        self.farewell = ""  # what the peer said when it closed
+        self.carrier: Any = None  # the carrier's own: what it shares with this peer
+        self.writing = False  # waits for room to write
+        self._reader = FrameReader(limits)
+        self._out: deque[memoryview] = deque()
+        self._dirty = dirty
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}" + (f" (pid {self.pid})" if self.pid else "")
+
+    def post(self, message: Message) -> None:
+        if self.closed:
+            return
+        for buffer in pack(message):
+            self._out.append(memoryview(buffer))
+        self._dirty.add(self)
+
+    def flush(self) -> bool:
+        """Send what can be sent now. Returns whether that was all. Raises OSError."""
+        out = self._out
+        try:
+            while out:
+                sent = self.transport.send([out[i] for i in range(min(len(out), _AT_ONCE))])
+                while out and sent >= len(out[0]):
+                    sent -= len(out.popleft())
+                if sent:
+                    out[0] = out[0][sent:]
+        except BlockingIOError:
+            return False
+        return True
+
+    def read(self) -> list[Message] | None:
+        """The messages that are whole after one read; None at the end. Raises BlockingIOError, OSError, WireError."""
+        count = self.transport.recv_into(self._reader.room())
+        return self._reader.filled(count) if count else None
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.closed = True
+        self._out.clear()
+        self.transport.close()
