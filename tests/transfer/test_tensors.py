@@ -34,7 +34,8 @@ def make(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def raw(value: torch.Tensor) -> bytes:
-    return bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    plain = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -103,6 +104,11 @@ def test_a_payload_arrives_with_the_keys_of_to_dict() -> None:
     assert bool(back["meta"]["finished"]) is True
     assert back["meta"]["left_context_size"] == 12
     assert back["codes"]["audio"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("sent", [torch.arange(6)[::2][:1], torch.arange(6)[::2][:0], torch.arange(6)[::6]], ids=repr)
+def test_a_dimension_of_one_or_none_may_have_any_stride(sent: torch.Tensor) -> None:
+    assert same(through(sent), sent)
 
 
 def test_encode_shares_the_memory_of_a_contiguous_tensor() -> None:
