@@ -1,0 +1,167 @@
+"""Two threads and what passes between them, the connector and the scheduler: the frame of an adapter.
+
+The receive thread takes chunks from the connector, the save thread hands chunks to it. Both sleep on a condition,
+without a period, until there is something to do or the nearest deadline has come.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from triptych.transfer.connectors.base import Connector, StreamConnector
+
+JOIN_S: Final = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+def nobody() -> None:
+    """The wake-up of an adapter whose scheduler does not sleep."""
+
+
+class Doorbell:
+    """`Events` of a connector, put down where the adapter's threads find them. Never waits for anything but them."""
+
+    def __init__(self, adapter: TransferLoops) -> None:
+        self._adapter = adapter
+
+    def ready(self, stream: str) -> None:
+        """For the receive thread."""
+        self._adapter.ring_receiver(stream)
+
+    def writable(self, stream: str) -> None:
+        """For the save thread."""
+        self._adapter.ring_sender(stream, None)
+
+    def stopped(self, stream: str, reason: str) -> None:
+        """For the save thread."""
+        self._adapter.ring_sender(stream, reason)
+
+
+class TransferLoops:
+    """Queues, failures, threads and the end of both; what is done with them is the subclasses'.
+
+    `wake` is called on any thread whenever there is something for the scheduler to act upon.
+    """
+
+    wake: Callable[[], None]
+    rung: deque[str]
+    told: deque[tuple[str, str | None]]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._pending_load_reqs: deque[Any] = deque()
+        self._finished_load_reqs: set[str] = set()
+        self._pending_save_reqs: deque[Any] = deque()
+        self._send_failures: dict[str, str] = {}
+        self._send_failure_lock = threading.Lock()
+        self._receive_failures: dict[str, str] = {}
+        self._receive_failure_lock = threading.Lock()
+        self.stop_event = threading.Event()
+        self._recv_cond = threading.Condition()
+        self._save_cond = threading.Condition()
+
+    # The connector.
+
+    @property
+    def connector(self) -> Connector:
+        """Whoever sets it is heard by it from then on, where it tells events."""
+        return self._connector
+
+    @connector.setter
+    def connector(self, connector: Connector) -> None:
+        self._connector = connector
+        self._streams = connector if isinstance(connector, StreamConnector) else None
+        if self._streams is not None:
+            self._streams.listen(Doorbell(self))
+
+    def ring_receiver(self, stream: str) -> None:
+        """A watched stream has something. On the connector's thread."""
+        self.rung.append(stream)
+        self._notify_receiver()
+
+    def ring_sender(self, stream: str, stopped: str | None) -> None:
+        """An own stream has credit again, or is not wanted any more, for this reason. On the connector's thread."""
+        self.told.append((stream, stopped))
+        self._notify_sender()
+
+    def _notify_receiver(self) -> None:
+        with self._recv_cond:
+            self._recv_cond.notify()
+
+    def _notify_sender(self) -> None:
+        with self._save_cond:
+            self._save_cond.notify()
+
+    # Failures: the first reason of a request is the one that is told.
+
+    def _record_send_failure(self, request_id: str, reason: str) -> None:
+        with self._send_failure_lock:
+            self._send_failures.setdefault(request_id, reason)
+        self.wake()
+
+    def _record_receive_failure(self, request_id: str, reason: str) -> None:
+        with self._receive_failure_lock:
+            self._receive_failures.setdefault(request_id, reason)
+        self.wake()
+
+    def collect_failed_send_request_ids(self) -> dict[str, str]:
+        """Requests whose chunks could not be sent, with the reason; each once."""
+        with self._send_failure_lock:
+            failures = dict(self._send_failures)
+            self._send_failures.clear()
+        return failures
+
+    def collect_failed_receive_request_ids(self) -> dict[str, str]:
+        """Requests whose next chunk will not come or is wrong, with the reason; each once."""
+        with self._receive_failure_lock:
+            failures = dict(self._receive_failures)
+            self._receive_failures.clear()
+        return failures
+
+    # Threads.
+
+    def start(self) -> None:
+        """Start the threads; once. Before this, chunks are queued and not moved."""
+        if self._threads or self.stop_event.is_set():
+            return
+        loops = [("save", self.save_loop), *[("receive", self.recv_loop)] * self._num_receive_threads()]
+        for name, loop in loops:
+            thread = threading.Thread(target=loop, name=f"triptych-chunk-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads, then the connector. May be called twice; waits at most 10 s for each thread."""
+        self.stop_event.set()
+        with self._recv_cond:
+            self._recv_cond.notify_all()
+        self._notify_sender()
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is threading.current_thread():
+                continue
+            thread.join(JOIN_S)
+            if thread.is_alive():
+                logger.error("the thread %s is still in its connector after %.0f s", thread.name, JOIN_S)
+        self._connector.close()
+
+    _threads: list[threading.Thread]
+    _connector: Connector
+    _streams: StreamConnector | None
+
+    def _num_receive_threads(self) -> int:
+        """One, unless a poll may block."""
+        return 1
+
+    def recv_loop(self) -> None:
+        """What the receive thread does until `stop_event`."""
+        raise NotImplementedError
+
+    def save_loop(self) -> None:
+        """What the save thread does until `stop_event`."""
+        raise NotImplementedError
