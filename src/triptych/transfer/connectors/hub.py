@@ -3,8 +3,8 @@
 A *carrier* (shared memory, TCP) is a subclass that knows how two ends find each other, greet, and move a chunk's bytes:
 
 - `_offer(stage)`: called before each `put`. The first time: listen, and let receivers know.
-- `_seek(source)`: called before each new watch. The first time for a source: connect to its senders, now and whenever
-  one appears.
+- `_seek(source, again)`: called before each watch. The first time for a source: connect to its senders, now and
+  whenever one appears. `again`: a `get` without a watch wants to know now.
 - `_adopt(transport, to_sender=…)`: the carrier calls it with each new connection, of either kind. The hub then reads
   and writes; `post` a `Hello` on the link to greet. For connecting, accepting, and timers, `self._loop`.
 - `_greet(link, body)`: a `Hello` came. Check it, set `link.stage`, `link.pid` and (of a sender) `link.source`, answer
@@ -124,8 +124,8 @@ class Hub(StreamConnector):
         """Be there for receivers, as a sender of this stage."""
 
     @abstractmethod
-    def _seek(self, source: Source) -> None:
-        """Find senders."""
+    def _seek(self, source: Source, *, again: bool = False) -> None:
+        """Find senders. `again`: look once more, also where all should be known."""
 
     @abstractmethod
     def _greet(self, link: Link, body: bytes) -> bool:
@@ -281,7 +281,7 @@ class Hub(StreamConnector):
 
     def _ask(self, name: str, number: int, source: Source) -> tuple[Chunk, Peer] | None:
         """Watch for as long as peers take to answer. The watch stays if there is such a stream."""
-        self._seek(source)
+        self._seek(source, again=True)
         until = time.monotonic() + ASKING
         with self._lock:
             self._watch(name, source, implicit=True)
