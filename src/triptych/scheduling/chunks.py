@@ -1,0 +1,261 @@
+"""What the autoregressive and the generation scheduler have in common: a mixin before one of vLLM's schedulers.
+
+Every method here calls vLLM's own and adds to it; docs/scheduling.md lists them with their reasons. Requests that wait
+for a chunk are in the adapter's parking lot, outside vLLM's queues: vLLM neither schedules nor counts them, and with
+nothing else to do its engine core sleeps until the adapter wakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from triptych.scheduling.config import StageConfig, adapter_config, stage_config, stream_of
+from triptych.scheduling.output import StageRequestData
+from triptych.scheduling.status import register_status
+from triptych.scheduling.wake import engine_core, waker
+from triptych.transfer.adapter.adapter import ChunkTransferAdapter
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+_LOG: Final = logging.getLogger(__name__)
+_READY: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class WaitingQueues:
+    """vLLM's two waiting queues as the adapter sees them: only requests of streams, and only those that could run."""
+
+    def __init__(self, scheduler: ChunkScheduling) -> None:
+        self._scheduler = scheduler
+
+    def __iter__(self) -> Iterator[Request]:
+        for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
+            for request in queue:
+                if request.status in _READY and is_streamed(request):
+                    yield request
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+    def add_request(self, request: Request) -> None:
+        self._scheduler._enqueue_waiting_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            holds = self._scheduler._holds_kv_blocks(request)
+            (self._scheduler.kv_holding_waiting if holds else self._scheduler.waiting).prepend_request(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        gone = list(requests)
+        self._scheduler.waiting.remove_requests(gone)
+        self._scheduler.kv_holding_waiting.remove_requests(gone)
+        self._scheduler.deferred_waiting.difference_update(gone)
+
+
+def is_streamed(request: Any) -> bool:
+    """Whether the request belongs to a stream, so that chunks are sent for it, or waited for."""
+    return getattr(request, "external_req_id", None) is not None
+
+
+class ChunkScheduling(_Base):  # type: ignore[misc]
+    """Requests that send chunks, and requests that wait for them, under a scheduler of vLLM's."""
+
+    chunk_transfer_adapter: ChunkTransferAdapter
+    requests: dict[str, Request]
+    running: list[Request]
+    _stage: StageConfig
+    _failed: dict[str, str]
+    _by_stream: dict[str, str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's arguments. Raises ValueError for a wrong stage configuration, ConnectorError, EngineCoreNotFound."""
+        super().__init__(*args, **kwargs)
+        register_status()
+        self._stage = stage_config(self.vllm_config.additional_config)
+        self._failed = {}
+        self._by_stream = {}
+        self._waiting_queues = WaitingQueues(self)
+        self.chunk_transfer_adapter = ChunkTransferAdapter(adapter_config(self._stage, self.vllm_config))
+        self.chunk_transfer_adapter.wake = waker(engine_core())
+        self.chunk_transfer_adapter.start()
+        _LOG.info("stage %d: %s, %s", self._stage.id, self._stage.role, self._stage.connector.name)
+
+    def shutdown(self) -> None:
+        self.chunk_transfer_adapter.close()
+        super().shutdown()
+
+    # --- requests come
+
+    def add_request(self, request: Request) -> None:
+        """A new request joins its stream, if it names one; one that cannot is ended with an error in the next step."""
+        new = request.request_id not in self.requests
+        super().add_request(request)
+        if new:
+            self._join(request)
+
+    def _join(self, request: Request) -> None:
+        try:
+            stream = stream_of(request.sampling_params)
+        except ValueError as error:
+            self._failed[request.request_id] = str(error)
+            return
+        if stream is None:
+            return
+        name, source = stream
+        if name in self._by_stream:
+            self._failed[request.request_id] = f"a request of the stream {name[:200]!r} is running already"
+            return
+        self._by_stream[name] = request.request_id
+        request.external_req_id = name
+        request.additional_information = None
+        request.payload_sender_info = source
+        request.prompt_tokens_sent = -1  # of the prompt that the worker knows
+
+    # --- a step
+
+    def has_requests(self) -> bool:
+        """Also where a chunk, a failure or a deadline is to be looked at, though nothing may come of it."""
+        return bool(self._failed) or self.chunk_transfer_adapter.has_news() or super().has_requests()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Bring requests back whose chunk has come, park those that lack theirs, then let vLLM schedule."""
+        self._collect_failures()
+        if self._stage.receives:
+            self._tick()
+        output = super().schedule(*args, **kwargs)
+        if self._stage.receives:
+            self._hand_over(output)
+        return output
+
+    def _tick(self) -> None:
+        streamed = [request for request in self.running if is_streamed(request)]
+        before = set(streamed)
+        waiting = self._waiting_queues
+        self.chunk_transfer_adapter.tick(waiting, streamed, self.requests)
+        grown = [request for request in streamed if self._has_grown(request)]
+        kept = set(streamed).difference(grown)
+        running = [request for request in self.running if request not in before or request in kept]
+        running += [request for request in streamed if request in kept and request not in before]
+        self.running[:] = running
+        for request in grown:
+            self._begin_again(request)
+        for request in waiting:
+            if request.status == RequestStatus.WAITING and request.num_output_tokens:
+                # Preempted with an answer begun, and its chunk added nothing: the worker must be told all of it anew.
+                request.status = RequestStatus.PREEMPTED
+
+    @staticmethod
+    def _has_grown(request: Request) -> bool:
+        return bool(request.num_prompt_tokens != request.prompt_tokens_sent)
+
+    def _begin_again(self, request: Request) -> None:
+        """A running request's prompt has grown: the worker learns of that only from a request that is scheduled anew,
+        as with vLLM's own streaming input."""
+        if not request.num_computed_tokens:
+            self._free_request_blocks(request)  # a prompt that was replaced
+        del request.block_hashes[request.num_computed_tokens // self.hash_block_size :]
+        request.update_block_hashes()
+        request.status = RequestStatus.WAITING
+        self._enqueue_waiting_request(request)
+
+    def _hand_over(self, output: Any) -> None:
+        """What is scheduled takes its chunk along."""
+        for index, data in enumerate(output.scheduled_new_reqs):
+            request = self.requests.get(data.req_id)
+            if request is not None and is_streamed(request):
+                request.prompt_tokens_sent = request.num_prompt_tokens
+                output.scheduled_new_reqs[index] = StageRequestData.of(data, request)
+        self.chunk_transfer_adapter.postprocess_scheduler_output(output, self.requests)
+
+    # --- failures
+
+    def _collect_failures(self) -> None:
+        """Requests that something went wrong with, with the first reason known of each."""
+        adapter = self.chunk_transfer_adapter
+        if not adapter.has_news():
+            return
+        late = f"stage {self._stage.id} waited more than {self._stage.chunk_timeout} s for stage {self._stage.id - 1}"
+        found = [
+            adapter.collect_failed_receive_request_ids(),
+            adapter.collect_failed_send_request_ids(),
+            adapter.collect_stopped_request_ids(),
+            dict.fromkeys(adapter.collect_timed_out_request_ids(self._stage.chunk_timeout), late),
+        ]
+        for reasons in found:
+            for request_id, reason in reasons.items():
+                self._failed.setdefault(request_id, reason)
+
+    def _end_failed(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End them, and tell their clients."""
+        self._collect_failures()
+        failed, self._failed = self._failed, {}
+        for request_id, reason in failed.items():
+            for request in self.finish_requests(request_id, RequestStatus.FINISHED_ERROR):
+                _LOG.error("request %s failed: %s", request_id, reason)
+                request.stop_reason = reason
+                self._emit(outputs, request, finish_reason=request.get_finished_reason())
+
+    # --- requests go
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """vLLM lets go of a request, however it ended: so does the receiving side. The sending one may still owe the
+        next stage its last chunk."""
+        if is_streamed(request):
+            self._by_stream.pop(request.external_req_id, None)
+            self.chunk_transfer_adapter.cleanup_receiver(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """Finish requests, those too that are parked with the adapter, and resumable ones between two segments.
+
+        vLLM takes a request whose segment has stopped for finished and would leave it, and its place, for ever; as long
+        as some queue still has it, it is made one that vLLM finishes.
+        """
+        if request_ids is None:
+            ids = list(self.requests)
+        else:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        between = {rid: place for rid in ids if (place := self._between_segments(rid)) is not None}
+        self.chunk_transfer_adapter.finish_requests(ids, finished_status, self.requests)
+        for rid, status in between.items():
+            request = self.requests[rid]
+            # The counter of requests that wait for input is right only if the request is counted out as one.
+            if status == RequestStatus.WAITING_FOR_STREAMING_REQ or request.is_finished():
+                request.status = status
+        finished: list[Request] = super().finish_requests(ids, finished_status)
+        return finished
+
+    def _between_segments(self, request_id: str) -> RequestStatus | None:
+        """The state in which vLLM would have the queue that this request is in, if its segment has stopped."""
+        request = self.requests.get(request_id)
+        if request is None or request.resumable is not True or request.status != RequestStatus.FINISHED_STOPPED:
+            return None
+        if request in self.kv_holding_waiting:
+            return RequestStatus.WAITING_FOR_STREAMING_REQ
+        if request in self.running:
+            return RequestStatus.RUNNING
+        if request in self.waiting:
+            return RequestStatus.WAITING
+        return None
+
+    def _emit(self, outputs: dict[int, EngineCoreOutputs], request: Request, **fields: Any) -> None:
+        """Add an output of this request to those of a step."""
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            stop_reason=request.stop_reason,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+            **fields,
+        )
+        of_client = outputs.get(request.client_index)
+        if of_client is None:
+            of_client = outputs[request.client_index] = EngineCoreOutputs()
+        of_client.outputs.append(output)
