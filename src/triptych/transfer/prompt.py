@@ -131,7 +131,7 @@ def _append_tokens(request: Any, tokens: list[int], limit: int | None) -> None:
     if not all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in tokens):
         raise ValueError("ids.tokens must be a list of token ids")
     # All of it stays, computed or not, but for the token that was sampled last and that nothing was made of.
-    kept = max(request.num_prompt_tokens, len(request._all_token_ids) - 1)
+    kept = max(request.num_prompt_tokens, request.num_computed_tokens, len(request._all_token_ids) - 1)
     if limit is not None and kept + len(tokens) >= limit:
         raise ValueError(f"the streamed prompt of {kept + len(tokens)} tokens leaves no room: max_model_len={limit}")
     _append(request, tokens, kept)
