@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
 
-from triptych.transfer.adapter.loops import TransferLoops, nobody
+from triptych.transfer.adapter.loops import nobody, streams
 from triptych.transfer.adapter.lot import Lane
 from triptych.transfer.adapter.receiver import ReceiverStream
 from triptych.transfer.adapter.receiving import Receiving
@@ -20,7 +20,10 @@ from triptych.transfer.adapter.views import FieldView, FlagView
 from triptych.transfer.connectors.base import Connector
 from triptych.transfer.connectors.registry import ConnectorFactory
 
-__all__ = ["ChunkTransferAdapter", "ConnectorFactory", "TransferLoops"]
+__all__ = ["ChunkTransferAdapter", "ConnectorFactory"]
+
+# Requests in any other state wait for something of vLLM's own, or are over.
+PARKABLE: Final = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
 
 class ChunkTransferAdapter(Sending, Receiving):
@@ -229,17 +232,20 @@ class ChunkTransferAdapter(Sending, Receiving):
         return self._lot.ensure_active(request)
 
     def _process(self, waiting: Any, running: list[Any], known: dict[str, Any] | None) -> None:
+        waits = RequestStatus["WAITING_FOR_CHUNK"]
         # Running requests come into the window first.
-        outside = [r for r in running if not self._lot.ensure_active(r)]
+        outside = [r for r in running if streams(r) and not self._lot.ensure_active(r)]
         if outside:
             self._lot.held.extend(outside)
             running[:] = [r for r in running if r not in self._lot.held]
-        gone = [r for r in list(waiting) if self._parks(r, RequestStatus.WAITING, self._lot.waiting)]
+        gone = [r for r in list(waiting) if self._parks(r, RequestStatus.WAITING, self._lot.waiting, waits)]
         if gone:
             waiting.remove_requests(gone)
-        running[:] = [r for r in running if not self._parks(r, RequestStatus.RUNNING, self._lot.running)]
+        running[:] = [r for r in running if not self._parks(r, RequestStatus.RUNNING, self._lot.running, waits)]
         replaced = set(self._apply_pending_ar_prompt_updates(known))
         if replaced:
+            for request in [r for r in waiting if r.request_id in replaced]:
+                request.status = RequestStatus.WAITING
             for request in [r for r in running if r.request_id in replaced]:
                 request.status = RequestStatus.WAITING
                 waiting.add_request(request)
@@ -249,13 +255,14 @@ class ChunkTransferAdapter(Sending, Receiving):
             request.status = RequestStatus.PREEMPTED
             waiting.prepend_requests([request])
 
-    def _parks(self, request: Any, target: Any, lane: Lane) -> bool:
+    def _parks(self, request: Any, target: Any, lane: Lane, waits: Any) -> bool:
         """Decide for one request of a queue: True if it was parked in the lane, False if it stays."""
         request_id = request.request_id
+        if not streams(request) or (request.status != waits and request.status not in PARKABLE):
+            return False
         if not self._lot.ensure_active(request):
             lane.append(request)
             return True
-        waits = RequestStatus["WAITING_FOR_CHUNK"]
         if request.status != waits:
             record = self._receivers.by_id.get(request_id)
             if record is not None and record.ready:
@@ -263,15 +270,19 @@ class ChunkTransferAdapter(Sending, Receiving):
             if record is not None and (record.exhausted or record.segment_finished):
                 request.additional_information = None
                 return False
-            self._lot.origin[request_id] = target
+            # A preempted request goes back as one: the worker knows it already.
+            self._lot.origin[request_id] = request.status if request.status == RequestStatus.PREEMPTED else target
             self.load_async(request)
             request.status = waits
             self._lot.clock.start(request_id, time.monotonic())
         elif request_id in self._finished_load_reqs:
-            request.status = target
+            before = self._lot.origin.get(request_id)
+            request.status = before if before == RequestStatus.PREEMPTED else target
             self._finished_load_reqs.discard(request_id)
             self._ready.add(request_id)
             self._lot.clock.pop(request_id, None)
+            if self._alarm_of is not None:
+                self._move_deadlines()
             return False
         else:
             self._lot.origin.setdefault(request_id, target)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from triptych.transfer.connectors.base import Connector, StreamConnector
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 def nobody() -> None:
     """The wake-up of an adapter whose scheduler does not sleep."""
+
+
+def streams(request: Any) -> bool:
+    """Whether a request takes part: an external id names its streams. Others go through a stage as they came."""
+    return getattr(request, "external_req_id", None) is not None
 
 
 class Doorbell:
@@ -97,17 +103,24 @@ class TransferLoops:
         with self._save_cond:
             self._save_cond.notify()
 
+    def _news(self) -> None:
+        """There is something for the scheduler. What its wake-up raises must not end a thread of ours."""
+        try:
+            self.wake()
+        except Exception:
+            logger.exception("the scheduler was not woken")
+
     # Failures: the first reason of a request is the one that is told.
 
     def _record_send_failure(self, request_id: str, reason: str) -> None:
         with self._send_failure_lock:
             self._send_failures.setdefault(request_id, reason)
-        self.wake()
+        self._news()
 
     def _record_receive_failure(self, request_id: str, reason: str) -> None:
         with self._receive_failure_lock:
             self._receive_failures.setdefault(request_id, reason)
-        self.wake()
+        self._news()
 
     def collect_failed_send_request_ids(self) -> dict[str, str]:
         """Requests whose chunks could not be sent, with the reason; each once."""
@@ -129,23 +142,22 @@ class TransferLoops:
         """Start the threads; once. Before this, chunks are queued and not moved."""
         if self._threads or self.stop_event.is_set():
             return
-        loops = [("save", self.save_loop), *[("receive", self.recv_loop)] * self._num_receive_threads()]
-        for name, loop in loops:
+        for name, loop in (("save", self.save_loop), *self._receive_loops()):
             thread = threading.Thread(target=loop, name=f"triptych-chunk-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def close(self) -> None:
-        """End the threads, then the connector. May be called twice; waits at most 10 s for each thread."""
+        """End the threads, then the connector. May be called twice; waits at most 10 s for the threads."""
         self.stop_event.set()
-        with self._recv_cond:
-            self._recv_cond.notify_all()
+        self._notify_receiver()
         self._notify_sender()
         threads, self._threads = self._threads, []
+        deadline = time.monotonic() + JOIN_S
         for thread in threads:
             if thread is threading.current_thread():
                 continue
-            thread.join(JOIN_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 logger.error("the thread %s is still in its connector after %.0f s", thread.name, JOIN_S)
         self._connector.close()
@@ -154,12 +166,8 @@ class TransferLoops:
     _connector: Connector
     _streams: StreamConnector | None
 
-    def _num_receive_threads(self) -> int:
-        """One, unless a poll may block."""
-        return 1
-
-    def recv_loop(self) -> None:
-        """What the receive thread does until `stop_event`."""
+    def _receive_loops(self) -> Iterable[tuple[str, Callable[[], None]]]:
+        """Name and function of each thread that receives."""
         raise NotImplementedError
 
     def save_loop(self) -> None:

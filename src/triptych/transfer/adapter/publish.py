@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from triptych.transfer.prompt import Window, extend_prompt, positive
+
+LONGEST: Final = 1 << 24
+"""Tokens by which a chunk may extend a prompt where the stage has no limit of its own: a prompt is allocated."""
 
 
 class PendingUpdate(NamedTuple):
@@ -52,10 +55,13 @@ def truthy(value: Any, name: str) -> bool:
     raise ValueError(f"the chunk's {name} must be true or false, not {type(value).__name__}")
 
 
-def prepare(request: Any, payload: dict[str, Any], number: int, window: Window) -> PendingUpdate:
+def prepare(request: Any, payload: dict[str, Any], number: int, window: Window, max_model_len: int) -> PendingUpdate:
     """What the receive thread notes of chunk `number`; it changes nothing. Raises ValueError for a wrong payload."""
     meta, ids = section(payload, "meta"), section(payload, "ids")
     resumable = bool(request.resumable)
+    wanted, limit = positive(meta.get("next_stage_prompt_len")) or 0, max_model_len or LONGEST
+    if wanted > limit:
+        raise ValueError(f"next_stage_prompt_len={wanted} is more than the context holds: max_model_len={limit}")
     length = positive(meta.get("next_stage_prompt_len")) if window.previous else None
     replaces = meta.get("replace_streaming_prompt") is True
     # Real tokens are the prompt itself, so the first chunk's count as well.

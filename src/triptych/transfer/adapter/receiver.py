@@ -29,7 +29,8 @@ class ReceiverStream:
     `chunks`: taken so far, so the number of the next; `condition_len`, `condition_seq`: of the last condition where
     the stage keeps a window; `exhausted`: its last chunk was taken; `segment_finished`: its segment's last;
     `ready`: a chunk was published that the scheduler has not scheduled yet; `replaced`: its prompt began anew and was
-    not scheduled yet; `failed`: nothing more will be asked for; `watched`: its stream's name, where it is watched.
+    not scheduled yet; `failed`: nothing more will be asked for; `reason`: why the request has to end, for its sender;
+    `watched`: its stream's name, where it is watched.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class ReceiverStream:
     ready: bool = False
     replaced: bool = False
     failed: bool = False
+    reason: str | None = None
     watched: str | None = None
 
 

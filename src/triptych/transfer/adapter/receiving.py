@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import queue
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from triptych.transfer.adapter.codec import apply_chunk
@@ -39,7 +41,8 @@ class Receiving(TransferLoops):
         )
         self._pauses: list[tuple[float, int, LoadEntry]] = []
         self._pause_numbers = itertools.count()
-        self._timekeeper = False
+        self._pollers = 0
+        self._to_poll: queue.SimpleQueue[LoadEntry | None] = queue.SimpleQueue()
         self._deadlines_moved = False
         self._alarm_of: float | None = None
 
@@ -47,10 +50,18 @@ class Receiving(TransferLoops):
     def _receives(self) -> bool:
         return self._settings.enabled and self.stage_id > 0 and self._settings.role != "sender"
 
-    def _num_receive_threads(self) -> int:
+    def _receive_loops(self) -> Iterable[tuple[str, Callable[[], None]]]:
         if not self._receives:
-            return 0
-        return 1 if self._streams is not None else self._settings.timing.poll_threads
+            return []
+        # A `get` of a connector that must be polled may block, and must not hold up the other streams.
+        self._pollers = 0 if self._streams is not None else self._settings.timing.poll_threads
+        return [("receive", self.recv_loop), *[("poll", self._poll_loop)] * self._pollers]
+
+    def close(self) -> None:
+        """As of both halves; threads that poll are told to end first."""
+        for _ in range(self._pollers):
+            self._to_poll.put(None)
+        super().close()
 
     # On the scheduler's thread.
 
@@ -87,8 +98,13 @@ class Receiving(TransferLoops):
             self._finished_load_reqs.discard(request_id)
             self._pending_ar_prompt_updates.pop(request_id, None)
             self._lot.forget(request_id)
+            waited_for = self._lot.slot_freed and len(self._lot) > 0
         if record is not None and record.watched is not None:
-            self._unwatch(record.watched, reason or f"stage {self.stage_id} has ended the request")
+            self._unwatch(record.watched, record.reason or reason or f"stage {self.stage_id} has ended the request")
+        if self._alarm_of is not None:
+            self._move_deadlines()
+        if waited_for:
+            self._news()
 
     def _apply_pending_ar_prompt_updates(self, scheduler_requests: dict[str, Any] | None) -> list[str]:
         """Publish the chunks of requests that are ready. Returns the requests whose prompt was replaced."""
@@ -109,7 +125,7 @@ class Receiving(TransferLoops):
             try:
                 anew, last = publish(update, request, last, window, self._max_model_len)
             except ValueError as error:
-                record.ready = False
+                record.ready, record.failed, record.reason = False, True, self._from(str(error))
                 self._finished_load_reqs.discard(request_id)
                 self._record_receive_failure(request_id, str(error))
                 continue
@@ -130,11 +146,19 @@ class Receiving(TransferLoops):
             return set()
         with self._receiver_lock:
             expired = self._lot.clock.expire(time.monotonic(), limit)
+            for request_id in expired:
+                record = self._receivers.by_id.get(request_id)
+                if record is not None:
+                    record.reason = self._from(f"no chunk came for {limit:g} s")
         if expired:
-            with self._recv_cond:
-                self._deadlines_moved = True
-                self._recv_cond.notify()
+            self._move_deadlines()
         return expired
+
+    def _move_deadlines(self) -> None:
+        """The receive thread reckons anew when its alarm is due."""
+        with self._recv_cond:
+            self._deadlines_moved = True
+            self._recv_cond.notify()
 
     def next_deadline(self) -> float | None:
         """When the longest wait for a chunk will have lasted too long (seconds, monotonic); None where none can."""
@@ -146,28 +170,36 @@ class Receiving(TransferLoops):
     # On the receive thread.
 
     def recv_loop(self) -> None:
-        """Poll what may have a chunk; sleep when nothing may. Several threads run this where polls may block."""
+        """Poll what may have a chunk, or have it polled; sleep when nothing may."""
         while not self.stop_event.is_set():
             self._answer_doorbell()
             entry = self._next_entry()
+            if entry is not None and self._pollers:
+                self._to_poll.put(entry)
+                continue
             if entry is not None:
-                if not self._poll_single_request(entry):
-                    self._poll_later(entry)
+                self._poll(entry)
                 continue
             self._sound_alarm()
             timeout = self._load_wait()
             with self._recv_cond:
-                if self._pending_load_reqs or self.rung or self._deadlines_moved or self.stop_event.is_set():
-                    self._deadlines_moved = False
-                    continue
-                if self._timekeeper:
-                    self._recv_cond.wait(timeout=None)
-                    continue
-                self._timekeeper = True
-                try:
+                if not (self._pending_load_reqs or self.rung or self._deadlines_moved or self.stop_event.is_set()):
                     self._recv_cond.wait(timeout=timeout)
-                finally:
-                    self._timekeeper = False
+                self._deadlines_moved = False
+
+    def _poll_loop(self) -> None:
+        while (entry := self._to_poll.get()) is not None and not self.stop_event.is_set():
+            self._poll(entry)
+
+    def _poll(self, entry: LoadEntry) -> None:
+        try:
+            done = self._poll_single_request(entry)
+        except Exception as error:
+            logger.exception("a chunk of %s was not received", entry.request_id)
+            self._fail_receive(entry.request_id, f"{type(error).__name__}: {error}")
+            return
+        if not done:
+            self._poll_later(entry)
 
     def _poll_single_request(self, entry: LoadEntry) -> bool:
         """Take the next chunk of an entry's stream if it is there. True: the entry is done with; False: not yet."""
@@ -196,7 +228,7 @@ class Receiving(TransferLoops):
         except Exception as error:
             return self._poll_failed(entry, record, number, error)
         if ready:
-            self.wake()
+            self._news()
         else:
             entry.took = True
         return ready
@@ -211,7 +243,9 @@ class Receiving(TransferLoops):
         ready = True
         if self._settings.autoregressive:
             window = Window(self._streaming_prompt_previous_chunks, self._streaming_prompt_recompute_on_capacity)
-            self._pending_ar_prompt_updates[entry.request_id] = prepare(request, payload, number, window)
+            self._pending_ar_prompt_updates[entry.request_id] = prepare(
+                request, payload, number, window, self._max_model_len
+            )
         else:
             ready = apply_chunk(request, payload, finished=finished, segment_finished=segment_finished)
         if finished:
@@ -234,16 +268,19 @@ class Receiving(TransferLoops):
 
     def _fail_receive(self, request_id: str, reason: str) -> None:
         """The request's next chunk will never be there: the scheduler is told, and so is the sender."""
-        told = f"stage {self.stage_id - 1} -> {self.stage_id}: {reason}"
+        told = self._from(reason)
         with self._receiver_lock:
             record = self._receivers.open(request_id)
-            record.entry, record.failed = None, True
+            record.entry, record.failed, record.reason = None, True, told
             watched, record.watched = record.watched, None
             if watched is not None:
                 self._receivers.by_stream.pop(watched, None)
         if watched is not None:
             self._unwatch(watched, told)
         self._record_receive_failure(request_id, told)
+
+    def _from(self, reason: str) -> str:
+        return f"stage {self.stage_id - 1} -> {self.stage_id}: {reason}"
 
     def _unwatch(self, stream: str, reason: str) -> None:
         if self._streams is not None:
@@ -267,19 +304,17 @@ class Receiving(TransferLoops):
         with self._recv_cond:
             if self._pending_load_reqs:
                 entry: LoadEntry = self._pending_load_reqs.popleft()
-            elif self._pauses and self._pauses[0][0] <= time.monotonic():
-                entry = heapq.heappop(self._pauses)[2]
-            else:
-                return None
-            if self._pauses or self._pending_load_reqs:
-                self._recv_cond.notify()
-            return entry
+                return entry
+            if self._pauses and self._pauses[0][0] <= time.monotonic():
+                return heapq.heappop(self._pauses)[2]
+            return None
 
     def _poll_later(self, entry: LoadEntry) -> None:
         """Once more now, if it took a chunk; when its doorbell rings, where there is one; else after a pause."""
         if entry.took:
             entry.delay_s = 0.0
             self._pending_load_reqs.append(entry)
+            self._notify_receiver()
             return
         if self._streams is not None:
             return
@@ -287,6 +322,8 @@ class Receiving(TransferLoops):
         entry.delay_s = min(entry.delay_s * 2 or timing.poll_interval_s, timing.poll_interval_max_s)
         with self._recv_cond:
             heapq.heappush(self._pauses, (time.monotonic() + entry.delay_s, next(self._pause_numbers), entry))
+            self._deadlines_moved = True
+            self._recv_cond.notify()
 
     def _load_wait(self) -> float | None:
         """How long the receive thread may sleep, in seconds; None where nothing will happen by itself."""
@@ -305,4 +342,4 @@ class Receiving(TransferLoops):
                 return
             rung, self._alarm_of = self._alarm_of, earliest
         if rung != earliest:
-            self.wake()
+            self._news()

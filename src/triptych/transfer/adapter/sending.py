@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from triptych.transfer.adapter.loops import TransferLoops
+from triptych.transfer.adapter.loops import TransferLoops, streams
 from triptych.transfer.adapter.publish import truthy
 from triptych.transfer.adapter.sender import (
     Admission,
@@ -78,7 +78,7 @@ class Sending(TransferLoops):
         A chunk that comes too late for its segment, or repeats computed tokens, is dropped. One whose external id is
         still being drained by a generation before is a send failure of this request.
         """
-        if not self._settings.enabled or self._settings.role == "receiver":
+        if not self._settings.enabled or self._settings.role == "receiver" or not streams(request):
             return
         finished = force_request_finished or bool(request.is_finished() and not request.resumable)
         if segment_generation is None:
@@ -296,7 +296,7 @@ class Sending(TransferLoops):
             if news and stream.request_id is not None and not stream.cancelled:
                 self._stopped.setdefault(stream.request_id, self._edge(reason))
         if news:
-            self.wake()
+            self._news()
 
     def _fail_stream(self, stream: SenderStream, request_id: str | None, reason: str) -> None:
         """A chunk is lost, and so is the stream: both ends are told."""
