@@ -26,11 +26,10 @@ else:
     _Base = object
 
 _LOG: Final = logging.getLogger(__name__)
-_READY: Final = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class WaitingQueues:
-    """vLLM's two waiting queues as the adapter sees them: only requests of streams, and only those that could run."""
+    """vLLM's two waiting queues as the adapter sees them: only requests of streams, and none that vLLM waits for."""
 
     def __init__(self, scheduler: ChunkScheduling) -> None:
         self._scheduler = scheduler
@@ -38,7 +37,7 @@ class WaitingQueues:
     def __iter__(self) -> Iterator[Request]:
         for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
             for request in queue:
-                if request.status in _READY and is_streamed(request):
+                if is_streamed(request) and not self._scheduler._is_blocked_waiting_status(request.status):
                     yield request
 
     def __bool__(self) -> bool:
