@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Final, Protocol
 
-from triptych.transfer.connectors.frames import Buffer, FrameReader, Limits, Message, pack
+from triptych.transfer.connectors.frames import Buffer, Consumed, FrameReader, Limits, Message, pack
 from triptych.transfer.connectors.inbound import Source
 from triptych.transfer.connectors.peers import Peer
 
 _AT_ONCE: Final = 64  # buffers of one system call
+_ACKS: Final = 3
 
 
 class Transport(Protocol):
@@ -20,7 +21,7 @@ class Transport(Protocol):
     def fileno(self) -> int:
         """What the loop waits for."""
 
-    def send(self, buffers: Sequence[Buffer]) -> int:
+    def send(self, buffers: Collection[Buffer]) -> int:
         """Send some of the bytes: how many."""
 
     def recv_into(self, view: memoryview) -> int:
@@ -46,7 +47,8 @@ class Link(Peer):
         self.carrier: Any = None  # the carrier's own: what it shares with this peer
         self.writing = False  # waits for room to write
         self._reader = FrameReader(limits)
-        self._out: deque[memoryview] = deque()
+        self._out: deque[Buffer] = deque()
+        self._acks = 0
         self._dirty = dirty
 
     @property
@@ -56,20 +58,27 @@ class Link(Peer):
     def post(self, message: Message) -> None:
         if self.closed:
             return
-        for buffer in pack(message):
-            self._out.append(memoryview(buffer))
+        self._out += pack(message)
+        if type(message) is Consumed:
+            self._acks += 1
         self._dirty.add(self)
+
+    @property
+    def can_wait(self) -> bool:
+        """Only a few chunks' consumption is to be told: it can go with what comes next."""
+        return self._acks == len(self._out) <= _ACKS
 
     def flush(self) -> bool:
         """Send what can be sent now. Returns whether that was all. Raises OSError."""
         out = self._out
         try:
             while out:
-                sent = self.transport.send([out[i] for i in range(min(len(out), _AT_ONCE))])
+                sent = self.transport.send(out if len(out) <= _AT_ONCE else [out[i] for i in range(_AT_ONCE)])
+                self._acks = 0
                 while out and sent >= len(out[0]):
                     sent -= len(out.popleft())
                 if sent:
-                    out[0] = out[0][sent:]
+                    out[0] = memoryview(out[0])[sent:]
         except BlockingIOError:
             return False
         return True

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,9 +28,10 @@ import msgspec
 
 from triptych.transfer.connectors.arena import ALIGN, PAGE, ArenaStore, Window, block
 from triptych.transfer.connectors.frames import Buffer, Chunk, Hello, Limits, layout
-from triptych.transfer.connectors.hub import GREETING, Hub
+from triptych.transfer.connectors.hub import Hub
 from triptych.transfer.connectors.inbound import Source
 from triptych.transfer.connectors.link import Link
+from triptych.transfer.connectors.links import GREETING
 from triptych.transfer.connectors.loop import READ
 from triptych.transfer.connectors.options import integer, options, text
 from triptych.transfer.connectors.peers import MIB
@@ -83,7 +84,7 @@ class UnixTransport:
         self._takes = False
         return taken
 
-    def send(self, buffers: Sequence[Buffer]) -> int:
+    def send(self, buffers: Collection[Buffer]) -> int:
         if self._give is None:
             return self._sock.sendmsg(buffers)
         rights = array.array("i", [self._give])
