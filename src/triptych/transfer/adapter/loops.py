@@ -7,6 +7,7 @@ without a period, until there is something to do or the nearest deadline has com
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any, Final
 from triptych.transfer.connectors.base import Connector, StreamConnector
 
 JOIN_S: Final = 10.0
+_EDGE: Final = re.compile(r"stage \d+ -> \d+: ")
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,11 @@ def nobody() -> None:
 def streams(request: Any) -> bool:
     """Whether a request takes part: an external id names its streams. Others go through a stage as they came."""
     return getattr(request, "external_req_id", None) is not None
+
+
+def at_edge(sender: int, reason: str) -> str:
+    """A reason with the edge where it came about, unless it names that already."""
+    return reason if _EDGE.match(reason) else f"stage {sender} -> {sender + 1}: {reason}"
 
 
 class Doorbell:

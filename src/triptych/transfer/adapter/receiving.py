@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from triptych.transfer.adapter.codec import apply_chunk
-from triptych.transfer.adapter.loops import TransferLoops
+from triptych.transfer.adapter.loops import TransferLoops, at_edge
 from triptych.transfer.adapter.lot import ParkingLot
 from triptych.transfer.adapter.publish import Condition, PendingUpdate, prepare, publish, section, truthy
 from triptych.transfer.adapter.receiver import LoadEntry, ReceiverStream, ReceiverStreams
@@ -280,7 +280,7 @@ class Receiving(TransferLoops):
         self._record_receive_failure(request_id, told)
 
     def _from(self, reason: str) -> str:
-        return f"stage {self.stage_id - 1} -> {self.stage_id}: {reason}"
+        return at_edge(self.stage_id - 1, reason)
 
     def _unwatch(self, stream: str, reason: str) -> None:
         if self._streams is not None:

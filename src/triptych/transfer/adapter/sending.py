@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from triptych.transfer.adapter.loops import TransferLoops, streams
+from triptych.transfer.adapter.loops import TransferLoops, at_edge, streams
 from triptych.transfer.adapter.publish import truthy
 from triptych.transfer.adapter.sender import (
     Admission,
@@ -189,6 +189,7 @@ class Sending(TransferLoops):
         with self._sender_state_lock:
             stream = self._senders.begin(task)
         if stream is None:
+            self._limit_backlog(task.get("sender_token"))
             return
         outcome = None
         try:
@@ -272,8 +273,10 @@ class Sending(TransferLoops):
     def _keep(self, stream: SenderStream, task: SaveTask) -> None:
         with self._sender_state_lock:
             self._senders.block(stream, task, time.monotonic())
-            full = len(stream.backlog) > self._settings.timing.max_backlog
-        if full:
+        self._limit_backlog(stream)
+
+    def _limit_backlog(self, stream: SenderStream | None) -> None:
+        if stream is not None and len(stream.backlog) > self._settings.timing.max_backlog:
             self._fail_stream(stream, stream.request_id, f"its consumer is {len(stream.backlog)} chunks behind")
 
     def _hear_consumers(self) -> None:
@@ -341,7 +344,7 @@ class Sending(TransferLoops):
         return f"{external_id}_{self.stage_id}"
 
     def _edge(self, reason: str) -> str:
-        return f"stage {self.stage_id} -> {self.stage_id + 1}: {reason}"
+        return at_edge(self.stage_id, reason)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

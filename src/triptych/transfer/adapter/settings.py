@@ -25,7 +25,7 @@ class Timing:
 
     chunk_timeout_s: float = 600.0
     send_timeout_s: float = 600.0
-    max_backlog: int = 4096
+    max_backlog: int = 1024
     poll_interval_s: float = 0.002
     poll_interval_max_s: float = 0.05
     poll_threads: int = 8
