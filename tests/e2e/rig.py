@@ -77,6 +77,10 @@ class Engines:
         """The address of an engine, such as `encode-0`."""
         return self[name].url
 
+    def log(self, name: str) -> str:
+        """What an engine has written to its log so far."""
+        return (self._log_dir / f"{name}.log").read_text(errors="replace")
+
     def kill(self, name: str) -> None:
         """SIGKILL the engine's whole process group, as the kernel's OOM killer would."""
         pid = self[name].pid

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from openai import APIStatusError
+from openai import APIError, APIStatusError
 
 from tests.e2e.rig import Engines, client, started
 
@@ -147,17 +147,73 @@ async def test_a_stream_that_is_aborted_ends_its_reader_and_its_id_can_be_used_a
     assert (await again).tokens[-4:] == whole.tokens
 
 
-async def test_a_second_request_of_a_running_stream_is_an_error_of_its_own(writer: str, reader: str) -> None:
+@pytest.mark.parametrize("given", [7, "", "x" * 5000])
+async def test_a_stream_that_is_named_wrongly_is_an_error_of_that_request(reader: str, given: Any) -> None:
+    async with client(reader) as openai:
+        with pytest.raises(APIStatusError):
+            await openai.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=4, extra_body={"vllm_xargs": {"triptych_stream": given}}
+            )
+    assert len((await ask(reader, SEED, 3)).tokens) == 3
+
+
+async def test_a_second_request_of_a_running_stream_fails_and_the_first_goes_on(writer: str, reader: str) -> None:
+    stream = name()
+    heard = Said()
+    second = asyncio.create_task(ask(reader, PROMPT, 4, stream, heard))
+    first = asyncio.create_task(ask(writer, SEED, 40, stream))
+    await asyncio.wait_for(heard.first.wait(), 60)
+    with pytest.raises(APIError):
+        await ask(reader, PROMPT, 4, stream)
+    written = await first
+    whole = await ask(reader, [*PROMPT, *written.tokens], 4)
+    assert (await second).tokens[-4:] == whole.tokens
+
+
+async def test_a_stream_without_a_reader_holds_up_no_other(writer: str, reader: str) -> None:
+    stalled = asyncio.create_task(ask(writer, SEED, 300, name()))
+
+    async def pair(number: int) -> None:
+        stream = name()
+        second = asyncio.create_task(ask(reader, [300 + number], 3, stream))
+        first = await ask(writer, [400, 401 + number], 8, stream)
+        heard = await second
+        assert len(heard.tokens) >= 3
+        assert len(first.tokens) == 8
+
+    await asyncio.gather(*(pair(number) for number in range(63)))
+    stalled.cancel()
+    await asyncio.wait([stalled])
+
+
+async def stopped_by_a_kill(stages: tuple[Engines, ...], killed: int, writer: str, reader: str) -> str:
+    """Kill a stage in the middle of a stream; what the other one's client is told of, within seconds."""
+    stream = name()
+    heard = Said()
+    second = asyncio.create_task(ask(reader, PROMPT, 4, stream, heard))
+    first = asyncio.create_task(ask(writer, SEED, 900, stream))
+    await asyncio.wait_for(heard.first.wait(), 60)
+    stages[killed].kill("combined-0")
+    survivor = second if killed == 0 else first
+    await asyncio.wait([survivor], timeout=20)
+    assert survivor.done()
+    error = survivor.exception()
+    assert isinstance(error, APIError)
+    await asyncio.wait([first, second])
+    for task in (first, second):
+        assert task.exception() is not None
+    await stages[killed].healthy_again("combined-0")
+    return stages[1 - killed].log("combined-0")
+
+
+@pytest.mark.parametrize(("killed", "told"), [(0, "stage 0 -> 1: "), (1, "stage 0 -> 1: ")])
+async def test_a_stage_that_is_killed_fails_the_streams_of_the_other_by_name_and_new_ones_work(
+    stages: tuple[Engines, ...], writer: str, reader: str, killed: int, told: str
+) -> None:
+    log = await stopped_by_a_kill(stages, killed, writer, reader)
+    assert told in log.rpartition("failed: ")[2]
     stream = name()
     second = asyncio.create_task(ask(reader, PROMPT, 4, stream))
-    first = asyncio.create_task(ask(writer, SEED, 40, stream))
-    with pytest.raises(APIStatusError):
-        async with client(reader) as openai:
-            await openai.completions.create(
-                model="tiny",
-                prompt=PROMPT,
-                max_tokens=4,
-                extra_body={"vllm_xargs": {"triptych_stream": 7}},
-            )
-    assert len((await first).tokens) == 40
-    assert len((await second).tokens) >= 4
+    written = await ask(writer, SEED, 10, stream)
+    whole = await ask(reader, [*PROMPT, *written.tokens], 4)
+    assert (await second).tokens[-4:] == whole.tokens

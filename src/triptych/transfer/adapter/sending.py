@@ -334,11 +334,13 @@ class Sending(TransferLoops):
         if self._streams is None:
             return
         name = self._name(task.external_id)
+        if task.reason is not None:
+            # Before anything is withdrawn, which ends the stream too: the receiver is told once, or the second word
+            # could meet the next stream of this name.
+            self._streams.fail(str(self.stage_id), str(self.stage_id + 1), name, task.reason)
         if task.stream is not None:
             keys = [f"{name}_{number}" for number in range(task.stream.attempted)]
             self._reclaimed_shm_total += self._streams.discard(keys)
-        if task.reason is not None:
-            self._streams.fail(str(self.stage_id), str(self.stage_id + 1), name, task.reason)
 
     def _name(self, external_id: str) -> str:
         return f"{external_id}_{self.stage_id}"
