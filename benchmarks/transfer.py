@@ -211,7 +211,7 @@ class Bench:
             to.end.send(obj, stream, number)
         took = to.hear() - began
         to.end.end(stream)
-        return count * 1e9 / took
+        return count * 1e9 / float(took)
 
     def idle(self, to: Way, seconds: float, count: int) -> tuple[float, list[float]]:
         """With many idle streams: the receiving process's CPU, as a share of a core, and seconds that chunks took."""
