@@ -79,9 +79,10 @@ def test_tensors_of_any_layout_arrive_as_their_elements(sizes: list[int], dtype:
         torch.nn.Parameter(torch.ones(3)),
         torch.tensor([1 + 2j, 3 - 4j]).conj(),
         torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        torch.tensor(1 + 2j).conj().imag,
         torch.tensor(float("nan")),
     ],
-    ids=["transposed", "slice", "expanded", "gradient", "parameter", "conjugate", "negative", "nan"],
+    ids=["transposed", "slice", "expanded", "gradient", "parameter", "conjugate", "negatives", "negative", "nan"],
 )
 def test_what_a_model_may_hand_over_arrives_as_plain_values(sent: torch.Tensor) -> None:
     back = through({"t": sent})["t"]

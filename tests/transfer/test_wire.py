@@ -201,6 +201,17 @@ def test_sixteen_megabytes_cost_no_memory() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_long_bytes_travel_beside_the_head_and_short_ones_in_it(kind: type[bytes | bytearray]) -> None:
+    short, long = encode([kind(1023)]), encode([kind(1024)])
+    assert (len(short.buffers), len(long.buffers)) == (0, 1)
+    assert len(long.head) < 16
+    for frames, size in ((short, 1023), (long, 1024)):
+        (back,) = decode(*frames)
+        assert type(back) is bytes
+        assert back == bytes(size)
+
+
 def test_the_hook_makes_what_the_receiver_wants() -> None:
     frames = encode({"a": Tensor("int8", (2,), b"\1\2"), "l": [Tensor("int8", (), b"\3")]})
     assert decode(*frames, lambda t: sum(t.buffer)) == {"a": 3, "l": [3]}
@@ -285,6 +296,7 @@ def test_a_head_has_so_many_bytes_and_no_more() -> None:
         ("int", (1,), b"x", "'int' is no dtype"),
         ("__class__", (), b"", "'__class__' is no dtype"),
         ("int16", (2,), b"abc", "has 4 bytes, not 3"),
+        ("int16", (2,), b"abcde", "has 4 bytes, not 5"),
         ("int8", (-1,), b"", "a int8 tensor of shape (-1,)"),
         ("int8", (-1, 0), b"", "a int8 tensor of shape (-1, 0)"),
         ("int8", (1,) * 33, b"x", "33 dimensions"),
@@ -413,19 +425,23 @@ def test_bytes_behind_a_blob_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix",
+    ("blob", "said"),
     [
-        struct.pack("<4sII", b"TPW2", 1, 0),
-        struct.pack("<4sII", b"TPW1", 1 << 31, 0),
-        struct.pack("<4sII", b"TPW1", 1, 1 << 31),
-        struct.pack("<4sII", b"TPW1", 1, MAX_BUFFERS + 1) + bytes(8 * (MAX_BUFFERS + 1)),
-        struct.pack("<4sIIQ", b"TPW1", 1, 1, 2**64 - 1),
-        struct.pack("<4sIIQQ", b"TPW1", 1, 2, 2**63, 2**63),
+        (struct.pack("<4sII", b"TPW2", 1, 0) + b"\xc0", "begin with b'TPW2' are no packed chunk of this version"),
+        (struct.pack("<4sII", b"TPW1", 2, 0) + b"\xc0", "are no packed chunk"),
+        (struct.pack("<4sII", b"TPW1", 1 << 31, 0) + b"\xc0", "are no packed chunk"),
+        (struct.pack("<4sII", b"TPW1", MAX_HEAD + 1, 0) + bytes(MAX_HEAD + 1), "are no packed chunk"),
+        (struct.pack("<4sII", b"TPW1", 0, 1 << 31) + bytes(100), "are no packed chunk"),
+        (struct.pack("<4sII", b"TPW1", 0, MAX_BUFFERS + 1) + bytes(80 * MAX_BUFFERS), "are no packed chunk"),
+        (struct.pack("<4sIIQ", b"TPW1", 1, 1, 2**64 - 1) + b"\xc0" + bytes(100), "ends before its buffer 0 of"),
+        (struct.pack("<4sIIQQ", b"TPW1", 1, 2, 2**63, 2**63) + b"\xc0" + bytes(100), "ends before its buffer 0 of"),
+        (struct.pack("<4sIIQQ", b"TPW1", 1, 2, 0, 1) + b"\xc0" + bytes(35), "ends before its buffer 1 of 1 bytes"),
     ],
+    ids=["version", "head", "long head", "longest head", "count", "count that fits", "size", "sum", "second"],
 )
-def test_a_blob_s_table_is_not_believed(prefix: bytes) -> None:
-    with pytest.raises(WireError):
-        unpack(prefix + b"\xc0" + bytes(100))
+def test_a_blob_s_table_is_not_believed(blob: bytes, said: str) -> None:
+    with pytest.raises(WireError, match=re.escape(said)):
+        unpack(blob)
 
 
 # Which tensors a receiver gets

@@ -101,8 +101,8 @@ def _take(state: _State, found: torch.Tensor, prompt_len: int) -> None:
     sound = found[prompt_len - 1 :]
     if len(sound) < state.seen:
         raise ValueError(f"codes.audio has {len(sound)} rows of sound after {state.seen} before: rows were lost")
-    new = sound[state.seen :].detach().to(device="cpu", dtype=torch.long, copy=True)
-    state.rows = torch.cat([state.rows, new])
+    new = sound[state.seen :].detach().to(device="cpu", dtype=torch.long)
+    state.rows = torch.cat([state.rows, new])  # a copy in any case
     state.seen = len(sound)
 
 

@@ -42,7 +42,7 @@ def find(name: str) -> Processor:
 def _load(name: str, place: str) -> Any:
     colon = ":" in place
     module, _, attribute = place.partition(":") if colon else place.rpartition(".")
-    if not module or not attribute or any(not part.isidentifier() for part in f"{module}.{attribute}".split(".")):
+    if any(not part.isidentifier() for part in f"{module}.{attribute}".split(".")):
         raise ValueError(f"the stage input processor {name!r} is not of the form 'package.module:function'")
     try:
         found: Any = importlib.import_module(module)

@@ -29,9 +29,7 @@ def view(value: torch.Tensor) -> Tensor:
     if name is None or value.layout is not torch.strided or value.is_meta or value.is_nested:
         raise WireError(f"a {value.layout} tensor of {value.dtype} on {value.device} has no wire form")
     # Each call costs about a microsecond, also where it has nothing to do.
-    plain = value.detach() if value.requires_grad else value
-    if not plain.is_cpu:
-        plain = plain.cpu()
+    plain = value if value.is_cpu else value.cpu()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     shape = tuple(plain.shape)

@@ -264,7 +264,7 @@ def _resolve(ext: Ext, rest: list[Buffer | None], tensor: Callable[[Tensor], Any
     if ext.code == _LONG_BYTES and len(data) == _INDEX.size:
         return bytes(_take(_INDEX.unpack(data)[0], rest))
     dims, odd = divmod(len(data) - _DESCRIPTION.size, 8)
-    if ext.code != _TENSOR or odd or not 0 <= dims <= MAX_DIMS:
+    if ext.code != _TENSOR or odd or dims > MAX_DIMS:
         raise _Unfit(f"extension {ext.code} of {len(data)} bytes")
     index, code = _DESCRIPTION.unpack_from(data)
     if code >= len(_NAMES):
