@@ -9,6 +9,7 @@ from typing import Any
 
 from triptych.transfer.connectors.base import NO_MARK, Events, Mark, Statistics, StreamConnector
 from triptych.transfer.errors import BrokenStream, ClosedError, EndOfStream, WouldBlock
+from triptych.transfer.payload import StagePayload, to_dict
 
 
 def split(key: str) -> tuple[str, int]:
@@ -111,7 +112,7 @@ class MemoryConnector(StreamConnector):
                     self._forget_if_read(stream, number)
                 if isinstance(data, Exception):
                     raise data
-                return data, 1
+                return (to_dict(data) if isinstance(data, StagePayload) else data), 1
             if stream.end is not None and number >= stream.end:
                 raise EndOfStream(name)
             if stream.broken is not None:
@@ -119,7 +120,9 @@ class MemoryConnector(StreamConnector):
             return None
 
     def _forget_if_read(self, stream: Stream, number: int) -> None:
-        if stream.end is not None and number + 1 >= stream.end and self.exchange.streams.get(stream.name) is stream:
+        """A watched one is kept until it is not: asked for more, it must say that it has ended."""
+        read = stream.end is not None and number + 1 >= stream.end
+        if read and stream.name not in self.exchange.watchers and self.exchange.streams.get(stream.name) is stream:
             del self.exchange.streams[stream.name]
 
     def watch(self, from_stage: str, to_stage: str, stream: str, metadata: Mapping[str, Any] | None = None) -> None:

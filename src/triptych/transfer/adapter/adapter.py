@@ -121,7 +121,7 @@ class ChunkTransferAdapter(Sending, Receiving):
         """Whether a tick or a collector has something to do, at a cost that no number of streams changes."""
         if self._finished_load_reqs or self._send_failures or self._receive_failures or self._stopped:
             return True
-        if self._lot.slot_freed and len(self._lot) > 0:
+        if self._senders.relieved or (self._lot.slot_freed and len(self._lot) > 0):
             return True
         deadline = self.next_deadline()
         return deadline is not None and deadline <= time.monotonic()
@@ -131,8 +131,12 @@ class ChunkTransferAdapter(Sending, Receiving):
     def tick(self, waiting: Any, running: list[Any], scheduler_requests: dict[str, Any] | None = None) -> None:
         """Bring back what has its chunk, park what has none; what is parked and has no news stays as it is.
 
+        A running request whose own consumer is far behind is parked as well, until that has caught up.
+
         `waiting` has `add_request`, `prepend_requests`, `remove_requests` and iterates; `running` is a list.
         """
+        if self._senders.blocked or self._senders.relieved:
+            self._heed_consumers(waiting, running, scheduler_requests)
         if not self._receives:
             return
         with self._receiver_lock:
@@ -164,9 +168,9 @@ class ChunkTransferAdapter(Sending, Receiving):
             self._drop_strangers(scheduler_requests)
             for request in self._lot.waiting:
                 waiting_queue.add_request(request)
-            running_queue.extend(self._lot.running)
-            running_queue.extend(self._lot.held)
-            for lane in (self._lot.waiting, self._lot.running, self._lot.held):
+            for lane in (self._lot.running, self._lot.held, self._lot.stalled):
+                running_queue.extend(lane)
+            for lane in self._lot.lanes:
                 lane.clear()
 
     def postprocess_scheduler_output(self, scheduler_output: Any, requests: dict[str, Any] | None = None) -> None:
@@ -299,6 +303,19 @@ class ChunkTransferAdapter(Sending, Receiving):
             waiting.add_request(request)
         else:
             running.append(request)
+
+    def _heed_consumers(self, waiting: Any, running: list[Any], known: dict[str, Any] | None) -> None:
+        limit = self._settings.timing.hold_backlog
+        with self._sender_state_lock:
+            relieved, self._senders.relieved = self._senders.relieved, set()
+            stalled = [r for r in running if streams(r) and self._senders.hold(r.external_req_id, limit)]
+        with self._receiver_lock:
+            self._lot.stalled.extend(stalled)
+            if stalled:
+                running[:] = [r for r in running if r not in self._lot.stalled]
+            for request_id in relieved:
+                if self._lot.stalled.has(request_id):
+                    self._bring_back(request_id, waiting, running, known)
 
     def _promote(self, waiting: Any, running: list[Any], known: dict[str, Any] | None) -> None:
         """Give free places in the window to those that wait for one, the longest first."""

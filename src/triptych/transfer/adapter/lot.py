@@ -123,8 +123,9 @@ class ParkingLot:
     """Who is parked, on which side, since when, and which streams are active.
 
     `waiting` and `running`: parked out of the scheduler's queue of that name; `held`: running requests outside the
-    window. `active`: streams in the window, oldest first. `origin`: the status that a parked request goes back to.
-    `slot_freed`: a place in the window has become free since requests were last promoted.
+    window; `stalled`: running ones whose own consumer has no room. `active`: streams in the window, oldest first.
+    `origin`: the status that a parked request goes back to. `slot_freed`: a place in the window has become free since
+    requests were last promoted.
     """
 
     def __init__(self, window: int) -> None:
@@ -132,17 +133,23 @@ class ParkingLot:
         self.waiting = Lane()
         self.running = Lane()
         self.held = Lane()
+        self.stalled = Lane()
         self.active: dict[str, Request] = {}
         self.origin: dict[str, Any] = {}
         self.clock = StallClock()
         self.slot_freed = False
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.running) + len(self.held)
+        return sum(len(lane) for lane in self.lanes)
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane, Lane, Lane]:
+        """All of them."""
+        return self.waiting, self.running, self.held, self.stalled
 
     def has(self, request_id: str) -> bool:
         """Whether a request is parked."""
-        return self.waiting.has(request_id) or self.running.has(request_id) or self.held.has(request_id)
+        return any(lane.has(request_id) for lane in self.lanes)
 
     def ensure_active(self, request: Request) -> bool:
         """Give the request a place in the window if it has none. False where all are taken."""
@@ -155,7 +162,7 @@ class ParkingLot:
 
     def take(self, request_id: str) -> tuple[Request | None, Lane | None]:
         """Take a request out, and say from which lane; (None, None) where it is not parked."""
-        for lane in (self.waiting, self.running, self.held):
+        for lane in self.lanes:
             request = lane.pop(request_id)
             if request is not None:
                 return request, lane
@@ -163,7 +170,7 @@ class ParkingLot:
 
     def forget(self, request_id: str) -> None:
         """The request is over: out of every lane, the window and the clock. Its origin goes, too."""
-        for lane in (self.waiting, self.running, self.held):
+        for lane in self.lanes:
             lane.pop(request_id)
         if self.active.pop(request_id, None) is not None:
             self.slot_freed = True
@@ -172,6 +179,4 @@ class ParkingLot:
 
     def strangers(self, known: Any) -> list[str]:
         """Ids of parked requests that are not in the container `known`."""
-        return [
-            r.request_id for lane in (self.waiting, self.running, self.held) for r in lane if r.request_id not in known
-        ]
+        return [r.request_id for lane in self.lanes for r in lane if r.request_id not in known]

@@ -42,7 +42,9 @@ class SenderStream:
     `number`: its own, never used again. `put`: chunks that were published, so the number of the next; `attempted`:
     keys that may exist. `segment`, `watermark`: below which chunks come too late. `ended`: why nothing more is sent
     (the consumer stopped it, or a chunk was lost). `request_payload`, `code_prompt_token_ids`: a stage input
-    processor's own state. `backlog`: tasks that wait for the consumer's credit, since `blocked_since`.
+    processor's own state. `backlog`: tasks that wait for the consumer's credit, since `blocked_since`; `queued`: those
+    and all others that were accepted and not sent yet; `held`: its request was taken out of the scheduler until there
+    are only `enough`.
     """
 
     external_id: str = ""
@@ -62,6 +64,9 @@ class SenderStream:
     code_prompt_token_ids: Any = None
     backlog: deque[SaveTask] = field(default_factory=deque)
     blocked_since: float | None = None
+    queued: int = 0
+    held: bool = False
+    enough: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +123,13 @@ class SenderStreams:
     """All streams of this stage, by external id.
 
     `blocked`: since when those have waited that have no credit, the longest first. `on_retired` is told of each
-    generation that was retired before its terminal was delivered.
+    generation that was retired before its terminal was delivered. `relieved`: held requests that may go on.
     """
 
     def __init__(self, on_retired: Callable[[SenderStream], None]) -> None:
         self.by_id: dict[str, SenderStream] = {}
         self.blocked: dict[str, float] = {}
+        self.relieved: set[str] = set()
         self._on_retired = on_retired
         # Not from 0: a stage that was started again must not repeat the numbers of its predecessor.
         self._numbers = itertools.count(time.time_ns())
@@ -150,6 +156,7 @@ class SenderStreams:
             stream.segment = max(chunk.generation, stream.segment or 0)
             stream.watermark = chunk.confirmed
         stream.terminal_pending = stream.terminal_pending or chunk.terminal
+        stream.queued += 1
         return stream
 
     def begin(self, task: SaveTask) -> SenderStream | None:
@@ -164,6 +171,7 @@ class SenderStreams:
             stream.external_id = external_id
         current = self.by_id.get(external_id) is stream
         if stream.ended is not None or not (terminal or (current and not stream.cancelled)):
+            self._unqueue(stream)
             self.settle(stream, terminal=terminal, flown=False)
             return None
         if stream.backlog:
@@ -182,6 +190,7 @@ class SenderStreams:
         """The consumer has no room: keep the task until it has. False where the task is not wanted any more."""
         stream.in_flight -= 1
         if stream.cancelled and not task["is_finished"]:
+            self._unqueue(stream)
             self.settle(stream, terminal=False, flown=False)
             return False
         stream.backlog.append(task)
@@ -203,6 +212,7 @@ class SenderStreams:
         """A task's attempt is over; so may be its generation."""
         if flown:
             stream.in_flight -= 1
+            self._unqueue(stream)
         if terminal:
             stream.terminal_pending = False
         if (terminal or stream.cancelled) and not stream.in_flight and not stream.terminal_pending:
@@ -214,6 +224,7 @@ class SenderStreams:
             return False
         stream.ended = reason
         fenced = any(task["is_finished"] for task in stream.backlog)
+        self._unqueue(stream, len(stream.backlog))
         stream.backlog.clear()
         self._unblock(stream)
         if fenced:
@@ -228,7 +239,9 @@ class SenderStreams:
         if stream is None:
             return False
         stream.cancelled = True
-        stream.backlog = deque(task for task in stream.backlog if task["is_finished"])
+        kept = deque(task for task in stream.backlog if task["is_finished"])
+        self._unqueue(stream, len(stream.backlog) - len(kept))
+        stream.backlog = kept
         if not stream.in_flight and not stream.terminal_pending:
             self._retire(stream)
         return True
@@ -243,6 +256,24 @@ class SenderStreams:
             if stream is not None:
                 late.append(stream)
         return late
+
+    def hold(self, external_id: str, limit: int) -> bool:
+        """Whether the stream's request should make no more: its consumer has no room, and `limit` chunks wait.
+
+        If so, `relieved` will have it when half of them are gone, or the stream is over.
+        """
+        stream = self.by_id.get(external_id)
+        if stream is None or external_id not in self.blocked or stream.queued < limit or stream.request_id is None:
+            return False
+        stream.held, stream.enough = True, limit // 2
+        return True
+
+    def _unqueue(self, stream: SenderStream, count: int = 1) -> None:
+        stream.queued = max(0, stream.queued - count)
+        if stream.held and (stream.queued <= stream.enough or stream.ended is not None):
+            stream.held = False
+            if stream.request_id is not None:
+                self.relieved.add(stream.request_id)
 
     def _unblock(self, stream: SenderStream) -> None:
         stream.blocked_since = None

@@ -203,6 +203,8 @@ class Sending(TransferLoops):
             else:
                 with self._sender_state_lock:
                     self._senders.settle(stream, terminal=task["is_finished"])
+                if self._senders.relieved:
+                    self._news()
 
     def _send_single_request_for_generation(self, task: SaveTask, sender_token: SenderStream | None = None) -> Attempt:
         request, terminal = task["request"], task["is_finished"]

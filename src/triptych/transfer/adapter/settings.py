@@ -19,13 +19,15 @@ class Timing:
 
     `chunk_timeout_s`: a request that has waited so long for a chunk is reported (0: never); `send_timeout_s`: a stream
     whose consumer has taken nothing for so long is given up (0: never); `max_backlog`: chunks of one stream that may
-    wait for its consumer. The rest is for connectors that have to be polled: an empty poll is repeated after
-    `poll_interval_s`, then after twice as long, up to `poll_interval_max_s`, by `poll_threads` threads.
+    wait for its consumer; `hold_backlog`: from which on its request makes no more, until half of them are gone. The
+    rest is for connectors that have to be polled: an empty poll is repeated after `poll_interval_s`, then after twice
+    as long, up to `poll_interval_max_s`, by `poll_threads` threads.
     """
 
     chunk_timeout_s: float = 600.0
     send_timeout_s: float = 600.0
     max_backlog: int = 1024
+    hold_backlog: int = 16
     poll_interval_s: float = 0.002
     poll_interval_max_s: float = 0.05
     poll_threads: int = 8
@@ -38,6 +40,7 @@ class Timing:
             ("chunk_timeout_s", 0.0),
             ("send_timeout_s", 0.0),
             ("max_backlog", 1),
+            ("hold_backlog", 1),
             ("poll_interval_s", 1e-4),
             ("poll_interval_max_s", 1e-4),
             ("poll_threads", 1),
