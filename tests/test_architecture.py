@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"http", "body", "config"},
     "engine": set(),
     "transfer": set(),
-    "scheduling": {"transfer"},
+    "scheduling": {"transfer", "processors"},
     "processors": {"transfer"},
     "launch": {"config", "gateway", "engine", "models"},
     "sim": {"http"},
