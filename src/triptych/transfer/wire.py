@@ -224,7 +224,8 @@ def decode(head: Buffer, buffers: Sequence[Buffer], tensor: Callable[[Tensor], A
         raise WireError(f"{len(buffers)} buffers in a chunk: at most {MAX_BUFFERS}")
     rest: list[Buffer | None] = list(buffers)
     try:
-        obj = _restore(_DECODER.decode(head), rest, tensor)
+        # A copy, so that a sender cannot change the head, where its memory is shared, between a check and a use.
+        obj = _restore(_DECODER.decode(bytes(head)), rest, tensor)
     except _Unfit as unfit:
         raise unfit.error() from None
     except msgspec.MsgspecError as error:
