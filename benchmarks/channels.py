@@ -286,6 +286,8 @@ class ConnectorReceiver(Receiver):
 
     def open(self, streams: Sequence[str], metadata: dict[str, Any] | None) -> None:
         self._metadata = metadata if metadata and "source_host" in metadata else None
+        while not self.news.arrivals.empty():
+            self.news.arrivals.get()  # of streams that are over
         for stream in streams:
             self._connector.watch(*STAGES, stream, self._metadata)
 

@@ -185,6 +185,7 @@ class TcpConnector(Hub):
                     return
                 continue  # that one has gone already
             sock.setblocking(False)
+            self._tune(sock)
             with self._lock:
                 full = self._closed or len(self._links) >= self._most
                 strangers = [link for link in self._links if not link.to_sender and not link.greeted]
@@ -261,6 +262,7 @@ class TcpConnector(Hub):
 
     def _transport(self, family: int, place: tuple[Any, ...], host: str) -> TcpTransport:
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._tune(sock)
         error = sock.connect_ex(place)
         if error not in (0, errno.EINPROGRESS):
             sock.close()
@@ -312,6 +314,11 @@ class TcpConnector(Hub):
         self._dial(dialer)
 
     # --- links
+
+    def _tune(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Bytes that the other host never acknowledges: the kernel notices before our own heart-beat has to.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * self._silence)
 
     def _take(self, transport: TcpTransport, address: str, dialer: Dialer | None) -> None:
         """Take over a new connection, and greet whom it is to."""
