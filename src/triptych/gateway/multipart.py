@@ -20,6 +20,7 @@ from triptych.http.request import Request
 
 _LOOK_BYTES = 1 << 20
 _FIELD_BYTES = 16 << 10
+_PARTS = 1000  # as many as the engine's server takes (Starlette, formparsers.py); each costs time here
 _LOOKED_AT = frozenset({"model", "vllm_xargs"})
 
 
@@ -44,6 +45,7 @@ class Form:
         self._value = b""
         self._disposition = b""
         self._field = ""
+        self._parts = 0
         self._parser = MultipartParser(
             boundary,
             {
@@ -66,12 +68,21 @@ class Form:
 
     def _part_begin(self) -> None:
         self._header = self._value = self._disposition = b""
+        self._parts += 1
+        if self._parts > _PARTS:
+            raise ApiError(400, f"more than {_PARTS} parts in the form", reason="bad_form")
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
+        self._bound_header(self._header)
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
         self._value += data[start:end]
+        self._bound_header(self._value)
+
+    def _bound_header(self, read: bytes) -> None:
+        if len(read) > _FIELD_BYTES:
+            raise ApiError(400, "a part of the form has a header that is too long", reason="bad_form")
 
     def _header_end(self) -> None:
         if self._header.lower() == b"content-disposition":

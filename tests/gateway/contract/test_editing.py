@@ -276,6 +276,31 @@ async def test_a_forms_model_may_not_be_given_twice() -> None:
         assert not a.seen
 
 
+async def test_a_form_of_more_parts_than_an_engine_takes_is_refused() -> None:
+    async with Scripted() as c, Gate(combined=[c.url]) as gate:
+        for parts, status in ((999, 200), (1001, 400)):
+            body, headers = form(("model", b"sim"), *((f"x{n}", b"") for n in range(parts)))
+            answer = await gate.post(body, "/v1/audio/transcriptions", headers=headers)
+            assert answer.status == status
+        assert answer.json["error"]["message"] == "more than 1000 parts in the form"
+        assert len(c.seen) <= 2
+
+
+async def test_a_part_of_a_form_has_headers_of_a_bounded_length() -> None:
+    body, headers = form(("x" * 20_000, b"1"))
+    async with Scripted() as c, Gate(combined=[c.url]) as gate:
+        assert (await gate.post(body, "/v1/audio/transcriptions", headers=headers)).status == 400
+        assert not c.seen
+
+
+async def test_an_error_of_an_engine_that_is_no_json_is_passed_on_though_it_speaks_of_handles() -> None:
+    said = b"kv_transfer_params: not supported"
+    async with Scripted(said) as c, Gate(combined=[c.url]) as gate:
+        c.status = 422
+        answer = await gate.post(chat())
+        assert (answer.status, answer.body) == (422, said)
+
+
 async def test_a_form_in_another_character_set_is_refused_since_its_names_could_not_be_told() -> None:
     body = b'--b\r\nContent-Disposition: form-data; name="vllm+AF8-xargs"\r\n\r\n{"kv_transfer_params":1}\r\n--b--\r\n'
     headers = {"content-type": "multipart/form-data; charset=utf-7; boundary=b"}
