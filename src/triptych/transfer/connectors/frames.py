@@ -117,6 +117,9 @@ _ONE: Final = struct.Struct("<Q")
 _TWO: Final = struct.Struct("<QQ")
 _FLAGGED: Final = struct.Struct("<QB")
 _CHUNK_HEAD: Final = struct.Struct("<QQQQQIB")  # watch, number, generation, loan, offset, parts, terminal
+_PADDING: Final = tuple(bytes(count) for count in range(ALIGN))
+_SHORT: Final = 8192  # to copy this is less work than to send two buffers
+_CONSUMED_FRAME: Final = struct.Struct("<IBQQ")
 _SIZES: Final = tuple(struct.Struct(f"<{count}Q") for count in range(9))
 
 
@@ -176,12 +179,13 @@ def clip(reason: str) -> str:
 
 
 def pack(message: Message) -> list[Buffer]:
-    """The bytes of a message. A chunk's body is not copied: it is the last of the buffers."""
+    """The bytes of a message. A chunk's body is not copied: it is the last of the buffers, unless it is short."""
+    # The two of every chunk first.
+    if isinstance(message, Chunk):
+        return _pack_chunk(message)
+    if isinstance(message, Consumed):
+        return [_CONSUMED_FRAME.pack(16, _CONSUMED, *message)]
     match message:
-        case Consumed():
-            return [_HEADER.pack(16, _CONSUMED) + _TWO.pack(*message)]
-        case Chunk():
-            return _pack_chunk(message)
         case Returned(loan):
             return [_HEADER.pack(8, _RETURNED) + _ONE.pack(loan)]
         case Watch(watch, stream):
@@ -196,6 +200,7 @@ def pack(message: Message) -> list[Buffer]:
             return _framed(_GOODBYE, _text(clip(reason)))
         case Hello(body):
             return _framed(_HELLO, body)
+    raise TypeError(f"{message!r} is no message")
 
 
 def _framed(kind: int, body: bytes) -> list[Buffer]:
@@ -207,16 +212,17 @@ def _sizes(count: int) -> struct.Struct:
 
 
 def _pack_chunk(chunk: Chunk) -> list[Buffer]:
-    count = len(chunk.sizes)
-    head = _CHUNK_HEAD.pack(
-        chunk.watch, chunk.number, chunk.generation, chunk.loan, chunk.offset, count, chunk.terminal
-    ) + _sizes(count).pack(*chunk.sizes)
-    head += bytes(-len(head) % ALIGN)
-    size = len(head) + len(chunk.body)
-    head = _HEADER.pack(size, _CHUNK) + head
-    if len(chunk.body) <= 4096:
-        return [head + chunk.body]
-    return [head, chunk.body]
+    watch, number, generation, terminal, sizes, loan, offset, body = chunk
+    count = len(sizes)
+    size = _CHUNK_HEAD.size + 8 * count
+    padding = -size % ALIGN
+    head = (
+        _HEADER.pack(size + padding + len(body), _CHUNK)
+        + _CHUNK_HEAD.pack(watch, number, generation, loan, offset, count, terminal)
+        + _sizes(count).pack(*sizes)
+        + _PADDING[padding]
+    )
+    return [head + body] if len(body) <= _SHORT else [head, body]
 
 
 def unpack(kind: int, body: bytearray) -> Message:

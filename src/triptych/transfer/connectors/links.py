@@ -156,13 +156,9 @@ class Links(ABC):
             self._lose(link, link.farewell or f"its connection broke: {error}")
 
     def _handle(self, link: Link, message: Message) -> None:
-        if not link.greeted:
-            if not isinstance(message, Hello):
-                raise WireError(f"{type(message).__name__} before the greeting")
-            link.greeted = self._greet(link, message.body)
-            if link.greeted and link.to_sender:
-                self._inbound.greet(link, (s for s in self._inbound.watched() if self._matches(link, s.source)))
-            self._answered.notify_all()
+        kind = type(message)
+        if kind is Hello or not link.greeted:
+            self._hear(link, message)
         elif isinstance(message, Goodbye):
             link.farewell = f"it has closed its connector: {message.reason}"
         elif link.to_sender:
@@ -170,11 +166,22 @@ class Links(ABC):
         else:
             self._handle_receiver(link, message)
 
+    def _hear(self, link: Link, message: Message) -> None:
+        if link.greeted or not isinstance(message, Hello):
+            raise WireError(f"{type(message).__name__} {'after' if link.greeted else 'before'} the greeting")
+        link.greeted = self._greet(link, message.body)
+        if link.greeted and link.to_sender:
+            self._inbound.greet(link, (s for s in self._inbound.watched() if self._matches(link, s.source)))
+        self._answered.notify_all()
+
     def _handle_sender(self, link: Link, message: Message) -> None:
+        if type(message) is Chunk:
+            if message.loan:
+                self._check_loan(link, message)
+            self._inbound.chunk(link, message)
+            self._answered.notify_all()
+            return
         match message:
-            case Chunk():
-                self._check_chunk(link, message)
-                self._inbound.chunk(link, message)
             case Answer(watch, found):
                 self._inbound.answer(link, watch, found=found)
             case Failed(watch, number, reason):
@@ -183,10 +190,9 @@ class Links(ABC):
                 raise WireError(f"{type(message).__name__} from a sender")
         self._answered.notify_all()
 
-    def _check_chunk(self, link: Link, chunk: Chunk) -> None:
+    def _check_loan(self, link: Link, chunk: Chunk) -> None:
         """Raise WireError where a chunk lies outside of what is shared. With the lock."""
-        if chunk.loan:
-            raise WireError("memory is lent, and none is shared")
+        raise WireError("memory is lent, and none is shared")
 
     def _handle_receiver(self, link: Link, message: Message) -> None:
         match message:
@@ -222,27 +228,34 @@ class Links(ABC):
     def _after(self, *, may_wait: bool = False) -> None:
         """Write what was posted; have the adapter told. With the lock. `may_wait`: a chunk is here that is not taken
         yet, so that this is called again."""
+        if self._returned:
+            self._tell_returned()
+        if self._dirty:
+            waiting = [link for link in self._dirty if link.can_wait] if may_wait else ()
+            while self._dirty:
+                link = self._dirty.pop()
+                if link not in waiting:
+                    self._flush(link)
+            self._dirty.update(waiting)
+        if self._news and not self._loop.inside:
+            self._loop.wake()
+
+    def _flush(self, link: Link) -> None:
+        try:
+            done = link.flush()
+        except OSError as error:
+            self._lose(link, link.farewell or f"its connection broke: {error}")
+            return
+        if done is link.writing:
+            link.writing = not done
+            self._loop.modify(link.transport.fileno(), READ | (0 if done else WRITE))
+
+    def _tell_returned(self) -> None:
         while self._returned:
             link, chunk, nbytes = self._returned.popleft()
             self._on_return(link, chunk, nbytes)
             link.borrowed -= nbytes
             link.post(Returned(chunk.loan))
-        waiting = [link for link in self._dirty if link.can_wait] if may_wait else ()
-        while self._dirty:
-            link = self._dirty.pop()
-            if link in waiting:
-                continue
-            try:
-                done = link.flush()
-            except OSError as error:
-                self._lose(link, link.farewell or f"its connection broke: {error}")
-                continue
-            if done is link.writing and not link.closed:
-                link.writing = not done
-                self._loop.modify(link.transport.fileno(), READ | (0 if done else WRITE))
-        self._dirty.update(waiting)
-        if self._news and not self._loop.inside:
-            self._loop.wake()
 
     def _turn(self) -> None:
         """Tell the adapter, on the I/O thread, without the lock."""

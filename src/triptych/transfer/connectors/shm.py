@@ -287,9 +287,7 @@ class SharedMemoryConnector(Hub):
 
     # --- memory
 
-    def _check_chunk(self, link: Link, chunk: Chunk) -> None:
-        if not chunk.loan:
-            return
+    def _check_loan(self, link: Link, chunk: Chunk) -> None:
         end = chunk.offset + layout(chunk.sizes, ALIGN)[1]
         if chunk.offset % PAGE or end > link.carrier.size:
             raise WireError(f"a chunk at {chunk.offset} that ends at {end} of {link.carrier.size} bytes")

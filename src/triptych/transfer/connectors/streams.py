@@ -26,13 +26,13 @@ A receiver's stream:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from triptych.transfer.errors import ConnectorError, TransferError, WireError
 
 
-class Sending(Enum):
+class Sending(StrEnum):
     """States of a stream at its sender."""
 
     OPEN = "open"
@@ -43,7 +43,7 @@ class Sending(Enum):
     OVER = "over"
 
 
-class SendEvent(Enum):
+class SendEvent(StrEnum):
     """What happens to a stream at its sender."""
 
     PUT = "a chunk is put"
@@ -57,7 +57,7 @@ class SendEvent(Enum):
     EXPIRE = "nobody wants it any more"
 
 
-class SendAct(Enum):
+class SendAct(StrEnum):
     """What follows at its sender."""
 
     NOTHING = "—"
@@ -70,7 +70,7 @@ class SendAct(Enum):
     FORGET = "forget it"
 
 
-class Receiving(Enum):
+class Receiving(StrEnum):
     """States of a stream at its receiver."""
 
     WATCHING = "watching"
@@ -82,7 +82,7 @@ class Receiving(Enum):
     GONE = "gone"
 
 
-class ReceiveEvent(Enum):
+class ReceiveEvent(StrEnum):
     """What happens to a stream at its receiver."""
 
     CHUNK = "a chunk comes"
@@ -93,7 +93,7 @@ class ReceiveEvent(Enum):
     UNWATCH = "it is unwatched"
 
 
-class ReceiveAct(Enum):
+class ReceiveAct(StrEnum):
     """What follows at its receiver."""
 
     NOTHING = "—"
@@ -107,6 +107,7 @@ class ReceiveAct(Enum):
 _S, _E, _A = Sending, SendEvent, SendAct
 _R, _V, _D = Receiving, ReceiveEvent, ReceiveAct
 
+# States and events are text, whose hash is kept with it: that of an Enum is computed anew for every chunk.
 SENDING: Final[Mapping[tuple[Sending, SendEvent], tuple[Sending, SendAct]]] = {
     (_S.OPEN, _E.PUT): (_S.OPEN, _A.ACCEPT),
     (_S.OPEN, _E.LAST): (_S.ENDED, _A.ACCEPT),
