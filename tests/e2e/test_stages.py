@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,10 +64,12 @@ class Said:
     first: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-async def events(url: str, prompt: list[int], most: int, stream: str | None) -> AsyncIterator[list[int]]:
+async def events(
+    url: str, prompt: list[int], most: int, stream: str | None, source: str | None
+) -> AsyncIterator[list[int]]:
     extra: dict[str, Any] = {"return_token_ids": True}
     if stream is not None:
-        extra["vllm_xargs"] = {"triptych_stream": stream}
+        extra["vllm_xargs"] = {"triptych_stream": stream} | ({"triptych_source": source} if source else {})
     async with client(url) as openai:
         answer = await openai.completions.create(
             model="tiny", prompt=prompt, max_tokens=most, temperature=0, stream=True, extra_body=extra
@@ -76,9 +80,16 @@ async def events(url: str, prompt: list[int], most: int, stream: str | None) -> 
                     yield list(getattr(choice, "token_ids", None) or [])
 
 
-async def ask(url: str, prompt: list[int], most: int, stream: str | None = None, said: Said | None = None) -> Said:
+async def ask(
+    url: str,
+    prompt: list[int],
+    most: int,
+    stream: str | None = None,
+    said: Said | None = None,
+    source: str | None = None,
+) -> Said:
     said = said or Said()
-    async with aclosing(events(url, prompt, most, stream)) as coming:
+    async with aclosing(events(url, prompt, most, stream, source)) as coming:
         async for ids in coming:
             if ids:
                 said.tokens += ids
@@ -92,17 +103,35 @@ def name() -> str:
 
 
 async def test_the_second_stage_speaks_before_the_first_has_finished(writer: str, reader: str) -> None:
+    await asyncio.gather(ask(writer, SEED, 2), ask(reader, SEED, 2))  # the first step of an engine is a slow one
     stream = name()
     second = asyncio.create_task(ask(reader, PROMPT, 8, stream))
-    first = await ask(writer, SEED, 60, stream)
+    first = await ask(writer, SEED, 120, stream)
     heard = await second
-    assert len(first.tokens) == 60
+    assert len(first.tokens) == 120
     assert heard.times[0] < first.times[-1]
     # One token for each chunk, of which only the last is kept, and then the rest of the answer: as if all that the
     # first stage wrote had been the prompt.
     whole = await ask(reader, [*PROMPT, *first.tokens], 8)
     assert heard.tokens[-8:] == whole.tokens
-    assert len(heard.tokens) >= 30
+    assert len(heard.tokens) >= 60
+
+
+async def test_stages_on_two_hosts_do_the_same_over_tcp(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    secret = secrets.token_hex(16)
+    sends = {"name": "tcp", "extra": {"host": "127.0.0.1", "port": port, "secret": secret}}
+    takes = {"name": "tcp", "extra": {"peers": {"0": [f"127.0.0.1:{port}"]}, "secret": secret}}
+    with started(tmp_path, stage(0, sends), stage(1, takes)) as (first, second):
+        writer, reader = first.url("combined-0"), second.url("combined-0")
+        await test_the_second_stage_speaks_before_the_first_has_finished(writer, reader)
+        stream = name()
+        other = asyncio.create_task(ask(reader, PROMPT, 4, stream, source=f"127.0.0.1:{port}"))
+        written = await ask(writer, SEED, 10, stream)
+        whole = await ask(reader, [*PROMPT, *written.tokens], 4)
+        assert (await other).tokens[-4:] == whole.tokens
 
 
 async def test_requests_of_no_stream_are_served_as_ever(writer: str, reader: str) -> None:
