@@ -207,7 +207,7 @@ def test_ci_runs_the_conformance_suite_only_where_it_and_the_names_are(tmp_path:
     assert [line.strip() for line in ci()] == ["tested"]
     (checkout / "tests" / "conformance").mkdir(parents=True)
     (checkout / "tests" / "conformance" / "names.toml").touch()
-    assert ci()[-1] == "python -m pytest -q ../shared/conformance/chunk_transfer"
+    assert ci()[-1] == "python -m pytest -q -p tests.conformance.plugin ../shared/conformance/chunk_transfer"
     (checkout / "Makefile").write_text("test:\n\t@exit 1\n")
     with pytest.raises(subprocess.CalledProcessError):
         ci()
