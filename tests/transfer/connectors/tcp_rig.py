@@ -134,6 +134,7 @@ class Stranger:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.sock = socket.create_connection((metadata["source_host"], metadata["source_port"]), PATIENCE)
         self._joiner = Joiner(Limits(), budget=1 << 20)
+        self._heard: list[Message] = []
 
     def __enter__(self) -> Stranger:
         return self
@@ -149,17 +150,15 @@ class Stranger:
 
     def hear(self) -> Message | None:
         """The next message; None at the end of the connection, however that came."""
-        while True:
+        while not self._heard:
             try:
                 count = self.sock.recv_into(self._joiner.room())
             except ConnectionError:
                 return None
             if not count:
                 return None
-            messages = self._joiner.filled(count)
-            if messages:
-                assert len(messages) == 1
-                return messages[0]
+            self._heard += self._joiner.filled(count)
+        return self._heard.pop(0)
 
     def greet(self, stage: str = "1", secret: str | None = None) -> list[bytes]:
         """Shake hands as a receiver does; the bodies that were sent."""

@@ -384,7 +384,10 @@ def test_streams_that_are_over_leave_nothing_behind(count: int) -> None:
             sender.told.log.clear()
 
     with pair() as (sender, receiver):
-        run(sender, receiver, sender.where(), 0, count)
+        metadata = sender.put("first_0_0", "connected", mark=LAST)
+        receiver.watch("first_0", metadata)
+        receiver.take("first_0_0")
+        run(sender, receiver, metadata, 0, count)
         until(lambda: sender.connector.statistics().sending == 0, "streams to end")
         assert sender.connector.statistics() == (0, 0, 0, 1)
         assert receiver.connector.statistics() == (0, 0, 0, 1)

@@ -230,6 +230,17 @@ class TcpConnector(Hub):
         for dialer in due:
             self._dial(dialer)
 
+    def _watch(self, name: str, source: Source, *, implicit: bool = False) -> None:
+        super()._watch(name, source, implicit=implicit)
+        for address in addresses(source, self._peers):
+            # An attempt of `_seek` may have failed for good already, when nobody was waiting yet.
+            if address not in self._dialers:
+                dialer = self._dialers[address] = Dialer(address)
+                self._plan(dialer, 0.0)
+
+    def _plan(self, dialer: Dialer, seconds: float) -> None:
+        dialer.timer = self._loop.call_later(seconds, lambda: self._again(dialer))
+
     def _dial(self, dialer: Dialer) -> None:
         """Make an attempt, which `busy` says that nobody else makes. Without the lock."""
         if not dialer.resolved:
@@ -277,30 +288,29 @@ class TcpConnector(Hub):
             self._retry(dialer, why)
             self._after()
 
-    def _retry(self, dialer: Dialer, why: str, *, never: bool = False) -> None:
+    def _retry(self, dialer: Dialer, why: str, *, refused: bool = False) -> None:
         """An attempt has failed, or a connection was lost: plan the next one while anybody waits. With the lock.
 
-        `never`: no attempt will do better.
+        `refused`: no attempt will do better.
         """
         now = time.monotonic()
         dialer.failures += 1
         dialer.since = now if dialer.since is None else dialer.since
         streams = waiting(dialer.address, self._inbound.watched())
-        if never or (now - dialer.since >= self._reach and not dialer.resolved):
+        never = refused or (now - dialer.since >= self._reach and not dialer.resolved)
+        if never:
             others = any(
                 other is not dialer and other.address.stage == dialer.address.stage and not other.failures
                 for other in self._dialers.values()
             )
             nobody = Nobody(dialer.address)
-            reason = why if never else f"it could not be reached in {now - dialer.since:.0f} s: {why}"
+            reason = why if refused else f"it could not be reached in {now - dialer.since:.0f} s: {why}"
             for stream in streams:
                 if stream.source.host or not others:
                     self._inbound.failed(nobody, stream.number, 0, reason)
-            streams = []
         # Whoever has looked for it a moment ago may not have said yet for what.
-        if not self._closed and (streams or (now - dialer.used < GREETING and not never)):
-            seconds = 0.0 if dialer.resolved else wait(dialer.failures)
-            dialer.timer = self._loop.call_later(seconds, lambda: self._again(dialer))
+        if not (never or self._closed) and (streams or now - dialer.used < GREETING):
+            self._plan(dialer, 0.0 if dialer.resolved else wait(dialer.failures))
         elif self._dialers.get(dialer.address) is dialer:
             del self._dialers[dialer.address]
         self._answered.notify_all()
@@ -396,7 +406,7 @@ class TcpConnector(Hub):
             _LOG.warning("tcp: stage %s and %s have not come together: %s", self.stage_id, link.name, reason)
         if dialer is not None:
             dialer.link = None
-            self._retry(dialer, reason, never=link.refused)
+            self._retry(dialer, reason, refused=link.refused)
 
     def _read(self, link: Link) -> None:
         super()._read(link)
