@@ -30,6 +30,7 @@ COMMANDS: dict[str, Lazy] = {
     "check": Lazy("triptych.cli.serve", "check", "Check a topology file and print the commands that it stands for."),
     "demo": Lazy("triptych.cli.demo", "demo", "See an image question answered by encode, prefill and decode engines."),
     "sim": Lazy("triptych.cli.sim", "sim", "Run a simulated engine, for load, faults and quick tests."),
+    "shm": Lazy("triptych.cli.shm", "shm", "See and collect what stages of this host share."),
     "models": Lazy("triptych.cli.models", "models", "Write tiny random-weight models to try things with."),
 }
 

@@ -23,12 +23,11 @@ ALIGN: Final = 64
 """Of the parts of a chunk, from its block on."""
 KEEP: Final = 64 * MIB
 """An arena that is empty gives the system back what it has beyond this."""
-# What makes the file safe to map: its size cannot change, and nobody else can write to it.
+# What makes the file safe to map: its size cannot change.
 F_ADD_SEALS: Final = 1033
 F_GET_SEALS: Final = 1034
 _SHRINK: Final = 0x2
 SEALS: Final = 0x1 | _SHRINK | 0x4  # no more seals, no shrinking, no growing
-FUTURE_WRITE: Final = 0x10
 
 
 def block(nbytes: int) -> int:
@@ -100,24 +99,23 @@ class ArenaStore(Store):
         self._allocator = Allocator(size)
         self._map: mmap.mmap | None = None
         self._view = memoryview(b"")
-        self.fd = -1
+        self.fd = self.shared = -1
 
     def open(self) -> int:
-        """Make the file, once; its descriptor, which stays this object's. Raises ConnectorError."""
+        """Make the file, once; a descriptor to read it with, which stays this object's. Raises ConnectorError."""
         if self._map is None:
             try:
                 self.fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(self.fd, self.size)
-                self._map = mmap.mmap(self.fd, self.size)
-                # Older kernels do not know this one.
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(self.fd, F_ADD_SEALS, FUTURE_WRITE)
                 fcntl.fcntl(self.fd, F_ADD_SEALS, SEALS)
+                self._map = mmap.mmap(self.fd, self.size)
+                # What peers are given cannot be written to. (A seal against that would keep us from giving pages back.)
+                self.shared = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             except (OSError, ValueError) as error:
                 self.close()
                 raise ConnectorError(f"no shared memory of {self.size} bytes: {error}") from error
             self._view = memoryview(self._map)
-        return self.fd
+        return self.shared
 
     @property
     def used(self) -> int:
@@ -169,9 +167,10 @@ class ArenaStore(Store):
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        for fd in (self.fd, self.shared):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.shared = -1
 
 
 class Window:

@@ -33,7 +33,7 @@ from typing import Any, Final
 from triptych.transfer.connectors.base import NO_MARK, Events, Mark, Statistics, StreamConnector
 from triptych.transfer.connectors.frames import ALIGN, Buffer, Chunk, Leave, Limits, scatter
 from triptych.transfer.connectors.inbound import Source
-from triptych.transfer.connectors.link import Link
+from triptych.transfer.connectors.link import ACKS, Link
 from triptych.transfer.connectors.links import Links
 from triptych.transfer.connectors.peers import Peer, Store
 from triptych.transfer.connectors.records import Credit, Held, Ready, Stream
@@ -178,8 +178,8 @@ class Hub(Links, StreamConnector):
             own = self._take_own(name, number)
             found = None if own else self._inbound.take(name, number)
             stream = self._inbound.find(name)
-            # What was consumed is told with the last chunk that is here, not with each.
-            self._after(may_wait=found is not None and not found[0].loan and stream is not None and bool(stream.chunks))
+            # While its reader has more to take than that, what was consumed is told several chunks at a time.
+            self._after(may_wait=found is not None and stream is not None and len(stream.chunks) > ACKS)
         if own is not None:
             return own
         if found is None and stream is None:

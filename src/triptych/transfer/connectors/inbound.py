@@ -176,6 +176,11 @@ class Inbound:
         self._drop_chunks(stream, 0, give_back=how is not Leave.RETURN)
         self._remove(stream)
 
+    def close(self) -> None:
+        """Forget everything."""
+        for mapping in (self._streams, self._numbers, self._complete):
+            mapping.clear()
+
     def _remove(self, stream: Incoming) -> None:
         del self._streams[stream.name]
         del self._numbers[stream.number]

@@ -8,10 +8,12 @@ from typing import Any, Final, Protocol
 
 from triptych.transfer.connectors.frames import Buffer, Consumed, FrameReader, Limits, Message, pack
 from triptych.transfer.connectors.inbound import Source
+from triptych.transfer.connectors.loop import Timer
 from triptych.transfer.connectors.peers import Peer
 
 _AT_ONCE: Final = 64  # buffers of one system call
-_ACKS: Final = 3
+ACKS: Final = 3
+"""Chunks whose consumption may be told later, at most."""
 
 
 class Transport(Protocol):
@@ -45,6 +47,7 @@ class Link(Peer):
         self.closed = False
         self.farewell = ""  # what the peer said when it closed
         self.carrier: Any = None  # the carrier's own: what it shares with this peer
+        self.deadline: Timer | None = None  # of its greeting
         self.writing = False  # waits for room to write
         self._reader = FrameReader(limits)
         self._out: deque[Buffer] = deque()
@@ -66,7 +69,7 @@ class Link(Peer):
     @property
     def can_wait(self) -> bool:
         """Only a few chunks' consumption is to be told: it can go with what comes next."""
-        return self._acks == len(self._out) <= _ACKS
+        return self._acks == len(self._out) <= ACKS
 
     def flush(self) -> bool:
         """Send what can be sent now. Returns whether that was all. Raises OSError."""

@@ -109,7 +109,7 @@ class Links(ABC):
                 raise ClosedError("the connector is closed")
             self._links.add(link)
             self._loop.add(transport.fileno(), READ, lambda mask: self._on_ready(link, mask))
-        self._loop.call_later(GREETING, lambda: self._too_late(link))
+        link.deadline = self._loop.call_later(GREETING, lambda: self._too_late(link))
         return link
 
     def _too_late(self, link: Link) -> None:
@@ -170,6 +170,8 @@ class Links(ABC):
         if link.greeted or not isinstance(message, Hello):
             raise WireError(f"{type(message).__name__} {'after' if link.greeted else 'before'} the greeting")
         link.greeted = self._greet(link, message.body)
+        if link.greeted and link.deadline is not None:
+            link.deadline.cancel()
         if link.greeted and link.to_sender:
             self._inbound.greet(link, (s for s in self._inbound.watched() if self._matches(link, s.source)))
         self._answered.notify_all()
@@ -215,6 +217,8 @@ class Links(ABC):
         self._dirty.discard(link)
         self._loop.remove(link.transport.fileno())
         link.close()
+        if link.deadline is not None:
+            link.deadline.cancel()
         if link.to_sender:
             others = any(other.to_sender and other.source.stage == link.source.stage for other in self._links)
             self._inbound.lost(link, f"{link.name}: {reason}", others=others)
@@ -309,7 +313,9 @@ class Links(ABC):
             for link in list(self._links):
                 self._lose(link, "this end was closed")
             self._outbound.close()
+            self._inbound.close()
             self._news.clear()
+            self._returned.clear()
         self._end()
 
     def _drain(self, until: float) -> None:

@@ -121,14 +121,14 @@ class Outbound:
     def _afford(self, stream: Stream, nbytes: int) -> None:
         """Raise WouldBlock unless the stream has credit for so many bytes more.
 
-        Beside its own limit, no stream holds more than is left for the others: so stalled ones, however many, leave
-        room. One chunk at a time is always allowed, even if a reader keeps the memory of all earlier ones.
+        Beside its own limit, no stream holds more than a quarter of what is left for the others: so a dozen stalled
+        ones leave room. One chunk at a time is always allowed, even if a reader keeps the memory of all earlier ones.
         """
         free = self.store.size - self.store.used
         if len(stream.chunks) >= self._credit.chunks:
             stream.blocked = True
             raise WouldBlock(f"{self._edge}: {len(stream.chunks)} chunks of {stream.name!r} are not consumed yet")
-        if stream.chunks and stream.nbytes + nbytes > min(self._credit.nbytes, free):
+        if stream.chunks and stream.nbytes + nbytes > min(self._credit.nbytes, free // 4):
             stream.blocked = True
             self._starved[stream.name] = None
             raise WouldBlock(f"{self._edge}: {stream.nbytes} bytes of {stream.name!r} are not given back yet")

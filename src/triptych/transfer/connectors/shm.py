@@ -257,7 +257,7 @@ class SharedMemoryConnector(Hub):
                 receiver = msgspec.msgpack.decode(body, type=ReceiverHello)
                 _same(receiver.version)
                 link.stage = str(receiver.stage)
-                transport.give(self._arena.fd)
+                transport.give(self._arena.shared)
                 hello = SenderHello(VERSION, self._stage, self._port, self._arena.size)
                 link.post(Hello(msgspec.msgpack.encode(hello)))
                 return True

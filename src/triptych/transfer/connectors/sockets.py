@@ -237,6 +237,16 @@ class Folder:
                     gone.append(text)
         return gone
 
+    def dissolve(self) -> bool:
+        """Remove the folder if no socket is in it. Who is just about to bind one makes it anew."""
+        if os.listdir(self._fd) != [TITLE]:
+            return False
+        with contextlib.suppress(OSError):
+            os.unlink(TITLE, dir_fd=self._fd)
+            self.path.rmdir()
+            return True
+        return False
+
     def close(self) -> None:
         """May be called twice."""
         if self._fd >= 0:
