@@ -256,7 +256,8 @@ def test_an_idle_connector_does_not_wake_up() -> None:
         metadata = sender.where()
         for i in range(200):
             receiver.watch(f"idle-{i}_0", metadata)
-        until(lambda: all(link.greeted for link in receiver.connector._links), "greetings")
+        inbound = receiver.connector._inbound
+        until(lambda: not any(s.asked or not s.told for s in inbound.watched()), "the sender's answers")
         turns = 0
         original = receiver.connector._loop._turn
 

@@ -230,7 +230,7 @@ def test_a_consumption_of_what_was_never_sent_is_a_fault_of_that_peer() -> None:
 
 
 def test_a_receiver_that_does_not_read_costs_its_streams_credit_and_nobody_else_anything() -> None:
-    with end(0, credit_chunks=4, buffer_bytes=64 << 20) as sender:
+    with end(0, credit_chunks=4) as sender:
         metadata = sender.where()
         with Stranger(metadata) as stranger:
             stranger.greet()

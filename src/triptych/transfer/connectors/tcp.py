@@ -193,8 +193,8 @@ class TcpConnector(Hub):
                     oldest = min(strangers, key=_began)
                     self._lose(oldest, "too many others have not shown who they are either")
             if full:
-                sock.close()
                 _LOG.warning("tcp: a connection from %s is one too many: at most %d", join(*place[:2]), self._most)
+                sock.close()
                 continue
             transport: TcpTransport = PlainTransport(sock)
             if self._tls is not None:
