@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import multiprocessing
 import random
@@ -355,7 +356,16 @@ def _stalls(bench: Bench, runs: int, mine: Sequence[Way]) -> list[Bar]:
     return bars
 
 
-PARTS: Final = ("latency", "throughput", "idle", "stall")
+def _ticks(rounds: int) -> list[Bar]:
+    if importlib.util.find_spec("vllm") is None:
+        print("  tick: vLLM is not installed: not measured", flush=True)
+        return []
+    bars: list[Bar] = importlib.import_module("benchmarks.tick").run(rounds)
+    print(*(f"  {bar}" for bar in bars), sep="\n", flush=True)
+    return bars
+
+
+PARTS: Final = ("latency", "throughput", "idle", "stall", "tick")
 
 
 def run(rounds: int, names: Sequence[str] = ("shm", "tcp"), parts: Sequence[str] = PARTS) -> list[Bar]:
@@ -372,6 +382,8 @@ def run(rounds: int, names: Sequence[str] = ("shm", "tcp"), parts: Sequence[str]
             bars += _idles(bench, stack.enter_context(way("bare zmq")), rounds, mine)
         if "stall" in parts:
             bars += _stalls(bench, 2 * rounds, mine)
+    if "tick" in parts:
+        bars += _ticks(rounds)
     return bars
 
 

@@ -215,7 +215,7 @@ class TcpLink(Link):
         """Send what can be sent now, up to a burst. Returns whether that was all. Raises OSError."""
         if self.closed:
             return True
-        if not self.transport.ready():
+        if not self._ready():
             return not self.transport.wants_write
         queue = self._queue
         left = _BURST
@@ -237,9 +237,16 @@ class TcpLink(Link):
             pass
         return False
 
+    def _ready(self) -> bool:
+        try:
+            return self.transport.ready()
+        except ssl.SSLCertVerificationError:
+            self.refused = True
+            raise
+
     def read(self) -> list[Message] | None:
         if not self._open:
-            self._open = self.transport.ready()
+            self._open = self._ready()
             self._dirty.add(self)  # it waits for something else now
             if not self._open:
                 raise BlockingIOError
