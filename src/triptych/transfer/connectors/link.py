@@ -49,9 +49,11 @@ class Link(Peer):
         self.carrier: Any = None  # the carrier's own: what it shares with this peer
         self.deadline: Timer | None = None  # of its greeting
         self.writing = False  # waits for room to write
+        self.received = 0  # bytes so far
         self._reader = FrameReader(limits)
         self._out: deque[Buffer] = deque()
         self._acks = 0
+        self._mute = False
         self._dirty = dirty
 
     @property
@@ -59,7 +61,7 @@ class Link(Peer):
         return f"stage {self.stage}" + (f" (pid {self.pid})" if self.pid else "")
 
     def post(self, message: Message) -> None:
-        if self.closed:
+        if self.closed or self._mute:
             return
         self._out += pack(message)
         if type(message) is Consumed:
@@ -89,7 +91,13 @@ class Link(Peer):
     def read(self) -> list[Message] | None:
         """The messages that are whole after one read; None at the end. Raises BlockingIOError, OSError, WireError."""
         count = self.transport.recv_into(self._reader.room())
+        self.received += count
         return self._reader.filled(count) if count else None
+
+    def mute(self) -> None:
+        """Nothing can be sent any more; something may still be read."""
+        self._mute = True
+        self._out.clear()
 
     def close(self) -> None:
         """May be called twice."""

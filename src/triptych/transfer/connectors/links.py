@@ -93,6 +93,10 @@ class Links(ABC):
     def _end(self) -> None:  # noqa: B027
         """The connector is closing: links are gone already."""
 
+    def _broke(self, error: OSError) -> str:
+        """What it means that a link fails so."""
+        return f"its connection broke: {error}"
+
     def _borrow(self, link: Link, chunk: Chunk) -> memoryview:
         """The memory of a chunk that was lent."""
         raise WireError(f"{link.name} lends memory, and this connector has none to share")
@@ -153,7 +157,7 @@ class Links(ABC):
             _LOG.warning("%s of %s broke the protocol: %s", self.kind, link.name, error)
             self._lose(link, f"it broke the protocol: {error}")
         except OSError as error:
-            self._lose(link, link.farewell or f"its connection broke: {error}")
+            self._lose(link, link.farewell or self._broke(error))
 
     def _handle(self, link: Link, message: Message) -> None:
         kind = type(message)
@@ -248,7 +252,13 @@ class Links(ABC):
         try:
             done = link.flush()
         except OSError as error:
-            self._lose(link, link.farewell or f"its connection broke: {error}")
+            # What it had said before it went comes first.
+            link.mute()
+            before = -1
+            while not link.closed and link.received > before:
+                before = link.received
+                self._read(link)
+            self._lose(link, link.farewell or self._broke(error))
             return
         if done is link.writing:
             link.writing = not done

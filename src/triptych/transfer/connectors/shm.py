@@ -285,6 +285,10 @@ class SharedMemoryConnector(Hub):
         for name in [name for name, known in self._known.items() if known is link]:
             del self._known[name]
 
+    def _broke(self, error: OSError) -> str:
+        # No network is between the two: a socket whose owner lives does not break.
+        return "its process ended" if isinstance(error, ConnectionError) else super()._broke(error)
+
     # --- memory
 
     def _check_loan(self, link: Link, chunk: Chunk) -> None:
