@@ -46,6 +46,7 @@ class Exchange:
         self.streams: dict[str, Stream] = {}
         self.watchers: dict[str, MemoryConnector] = {}
         self.refused: dict[str, int] = {}
+        self.bound: dict[str, int] = {}
 
 
 class MemoryConnector(StreamConnector):
@@ -103,7 +104,11 @@ class MemoryConnector(StreamConnector):
             stream = self.exchange.streams.get(name)
             if stream is None or self.exchange.refused.get(name) == stream.generation:
                 return None
+            if self.exchange.bound.get(name, stream.generation) != stream.generation:
+                raise BrokenStream("the sender began the stream anew")
             if number in stream.chunks:
+                if name in self.exchange.watchers:
+                    self.exchange.bound[name] = stream.generation
                 data = stream.chunks.pop(number)
                 if stream.blocked:
                     stream.blocked = False
@@ -135,6 +140,7 @@ class MemoryConnector(StreamConnector):
         with self.exchange.lock:
             if self.exchange.watchers.get(stream) is self:
                 del self.exchange.watchers[stream]
+            self.exchange.bound.pop(stream, None)
             self.done.append(("unwatch", stream, reason))
             found = self.exchange.streams.get(stream)
             if found is None:
