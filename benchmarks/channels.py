@@ -12,6 +12,7 @@ import mmap
 import multiprocessing
 import os
 import queue
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 from triptych.transfer.connectors.base import ConnectorSpec, StreamConnector
 from triptych.transfer.connectors.registry import ConnectorFactory
-from triptych.transfer.errors import WouldBlock
+from triptych.transfer.errors import BrokenStream, WouldBlock
 from triptych.transfer.wire import Tensor, decode, encode
 
 PATIENCE: Final = 60.0
@@ -70,8 +71,8 @@ class Receiver(ABC):
         """These will be sent."""
 
     @abstractmethod
-    def receive(self, stream: str, number: int) -> object:
-        """The decoded object."""
+    def receive(self, stream: str, number: int) -> int:
+        """Wait for an object, decode it and let go of it; when it was there, in ns of the monotonic clock."""
 
     def end(self, streams: Sequence[str]) -> None:  # noqa: B027
         """No more of these."""
@@ -128,14 +129,15 @@ class RawReceiver(Receiver):
         # Both ends know the size beforehand: the most favourable case there is.
         self._size = int((metadata or {})["size"])
 
-    def receive(self, stream: str, number: int) -> object:
+    def receive(self, stream: str, number: int) -> int:
         _acquire(self._ends.filled)
         at = number % IN_FLIGHT * SLOT
         # Into memory that is there already: what the kernel takes for fresh pages is no part of a copy.
         self._out[: self._size] = self._view[at : at + self._size]
+        there = time.monotonic_ns()
         assert self._ends.free is not None
         self._ends.free.release()
-        return self._out
+        return there
 
     def close(self) -> None:
         self._view.release()
@@ -187,12 +189,13 @@ class ZmqReceiver(Receiver):
         self._socket.rcvtimeo = int(PATIENCE * 1000)
         self._socket.connect(ends.where)
 
-    def receive(self, stream: str, number: int) -> object:
+    def receive(self, stream: str, number: int) -> int:
         head, *buffers = self._socket.recv_multipart(copy=False)
-        out: object = decode(head.buffer, [frame.buffer for frame in buffers])
+        decode(head.buffer, [frame.buffer for frame in buffers])
+        there = time.monotonic_ns()
         assert self._ends.free is not None
         self._ends.free.release()
-        return out
+        return there
 
     def close(self) -> None:
         self._socket.close()
@@ -212,25 +215,25 @@ class BareZmqSender(ZmqSender):
 
 
 class BareZmqReceiver(ZmqReceiver):
-    def receive(self, stream: str, number: int) -> object:
-        out = self._socket.recv(copy=False)
+    def receive(self, stream: str, number: int) -> int:
+        self._socket.recv(copy=False)
+        there = time.monotonic_ns()
         assert self._ends.free is not None
         self._ends.free.release()
-        return out
+        return there
 
 
 # -- connectors
 
 
 class News:
-    """What a connector tells: streams with something to take, and streams that may be written again."""
+    """What a connector tells a sender: streams that may be written again."""
 
     def __init__(self) -> None:
-        self.arrivals: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.credit: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ready(self, stream: str) -> None:
-        self.arrivals.put(stream)
+        """It receives nothing."""
 
     def writable(self, stream: str) -> None:
         self.credit.put(stream)
@@ -239,18 +242,11 @@ class News:
         self.credit.put(stream)
 
 
-def _wait(news: queue.SimpleQueue[str], what: str) -> str:
-    try:
-        return news.get(timeout=PATIENCE)
-    except queue.Empty:
-        raise TimeoutError(f"{what} in {PATIENCE:g} s") from None
-
-
 class ConnectorSender(Sender):
     """A connector of stage 0. `metadata`: where a receiver finds it, where that has to be told."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
-        self.connector = _connector(name, {**config, "stage_id": 0, "credit_chunks": IN_FLIGHT})
+        self.connector = _connector(name.partition("+")[0], {**config, "stage_id": 0, "credit_chunks": IN_FLIGHT})
         self.news = News()
         self.connector.listen(self.news)
         _, _, self.metadata = self.connector.put(*STAGES, "where_0", "here")
@@ -266,7 +262,10 @@ class ConnectorSender(Sender):
 
     def send(self, obj: dict[str, Any], stream: str, number: int) -> None:
         while not self.try_send(obj, stream, number):
-            _wait(self.news.credit, f"{stream}: no credit")
+            try:
+                self.news.credit.get(timeout=PATIENCE)
+            except queue.Empty:
+                raise TimeoutError(f"{stream}: no credit in {PATIENCE:g} s") from None
 
     def end(self, stream: str) -> None:
         self.connector.fail(*STAGES, stream, "done")
@@ -276,32 +275,67 @@ class ConnectorSender(Sender):
 
 
 class ConnectorReceiver(Receiver):
-    """A connector of stage 1."""
+    """A connector of stage 1. Objects are taken where they come, on the connector's own thread; or, of a kind
+    `…+thread`, by another thread that this one wakes, as in a stage.
+    """
 
     def __init__(self, ends: Ends) -> None:
-        self._connector = _connector(ends.kind, ends.config)
-        self.news = News()
-        self._connector.listen(self.news)
+        name, _, thread = ends.kind.partition("+")
+        self._connector = _connector(name, ends.config)
         self._metadata: dict[str, Any] | None = None
+        self._numbers: dict[str, int] = {}
+        self.arrivals: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.ready = self._note if thread else self._take_all
+        self.stalled: str | None = None  # nothing is taken of this one
+        self._connector.listen(self)
+
+    def writable(self, stream: str) -> None:
+        """It sends nothing."""
+
+    def stopped(self, stream: str, reason: str) -> None:
+        """It sends nothing."""
+
+    def _note(self, stream: str) -> None:
+        self.arrivals.put((stream, 0))
+
+    def _take_all(self, stream: str) -> None:
+        while there := self._take(stream):
+            self.arrivals.put((stream, there))
+
+    def _take(self, stream: str) -> int:
+        """Take the next object of a stream, if it is there: when it was; else 0."""
+        number = self._numbers.get(stream)
+        if number is None or stream == self.stalled:
+            return 0
+        with suppress(BrokenStream):
+            if self._connector.get(*STAGES, f"{stream}_{number}", self._metadata) is not None:
+                self._numbers[stream] = number + 1
+                return time.monotonic_ns()
+        return 0
 
     def open(self, streams: Sequence[str], metadata: dict[str, Any] | None) -> None:
         self._metadata = metadata if metadata and "source_host" in metadata else None
-        while not self.news.arrivals.empty():
-            self.news.arrivals.get()  # of streams that are over
+        while not self.arrivals.empty():
+            self.arrivals.get()  # of streams that are over
+        self._numbers = dict.fromkeys(streams, 0)
         for stream in streams:
             self._connector.watch(*STAGES, stream, self._metadata)
 
-    def take(self, stream: str, number: int) -> object | None:
-        """The object, if it is there."""
-        found = self._connector.get(*STAGES, f"{stream}_{number}", self._metadata)
-        return None if found is None else found[0]
+    def receive(self, stream: str, number: int) -> int:
+        return self.receive_any()
 
-    def receive(self, stream: str, number: int) -> object:
-        while (found := self.take(stream, number)) is None:
-            _wait(self.news.arrivals, f"{stream}: no chunk {number}")
-        return found
+    def receive_any(self) -> int:
+        """The same for whichever stream has something next."""
+        while True:
+            try:
+                stream, there = self.arrivals.get(timeout=PATIENCE)
+            except queue.Empty:
+                raise TimeoutError(f"no chunk in {PATIENCE:g} s") from None
+            if there or (there := self._take(stream)):
+                return there
 
     def end(self, streams: Sequence[str]) -> None:
+        self._numbers = {}
         for stream in streams:
             self._connector.unwatch(stream)
 
