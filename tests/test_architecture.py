@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sim": {"http"},
     "models": set(),
     "demo": {"launch", "models"},
-    "cli": {"config", "gateway", "launch", "sim", "models", "demo"},
+    "cli": {"config", "gateway", "launch", "sim", "models", "demo", "transfer"},
 }
 # What the launcher may know of them: settings to check, and facts that need no engine.
 ONLY = {"gateway": {"settings"}, "engine": {"check", "light"}}
