@@ -211,7 +211,9 @@ class Hub(Links, StreamConnector):
                 left = until - time.monotonic()
                 if not (stream.asked or strangers) or left <= 0 or self._loop.inside:
                     break
+                self._asking += 1
                 self._answered.wait(left)
+                self._asking -= 1
             try:
                 found = self._inbound.take(name, number)
             finally:

@@ -18,7 +18,10 @@ ACKS: Final = 3
 
 class Transport(Protocol):
     """A non-blocking byte stream. `send` and `recv_into` raise BlockingIOError where they would wait, any other OSError
-    where the connection is of no more use; `recv_into` returns 0 at its end."""
+    where the connection is of no more use; `recv_into` returns 0 at its end.
+
+    With an attribute `short_is_all` that is true, a read of less than there was room for has left nothing.
+    """
 
     def fileno(self) -> int:
         """What the loop waits for."""
@@ -50,6 +53,8 @@ class Link(Peer):
         self.deadline: Timer | None = None  # of its greeting
         self.writing = False  # waits for room to write
         self.received = 0  # bytes so far
+        self.drained = False  # the last read has left nothing
+        self._short_is_all = bool(getattr(transport, "short_is_all", False))
         self._reader = FrameReader(limits)
         self._out: deque[Buffer] = deque()
         self._acks = 0
@@ -90,8 +95,10 @@ class Link(Peer):
 
     def read(self) -> list[Message] | None:
         """The messages that are whole after one read; None at the end. Raises BlockingIOError, OSError, WireError."""
-        count = self.transport.recv_into(self._reader.room())
+        room = self._reader.room()
+        count = self.transport.recv_into(room)
         self.received += count
+        self.drained = self._short_is_all and count < len(room)
         return self._reader.filled(count) if count else None
 
     def mute(self) -> None:

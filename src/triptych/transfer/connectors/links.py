@@ -60,6 +60,8 @@ class Links(ABC):
         self._inbound = Inbound(self._news)
         self._links: set[Link] = set()
         self._dirty: set[Link] = set()
+        self._hurry = False  # what was posted on the I/O thread is not only what can wait
+        self._asking = 0  # threads that wait for an answer
         self._returned: deque[tuple[Link, Chunk, int]] = deque()
         self._events: Events | None = None
         self._closed = False
@@ -151,6 +153,8 @@ class Links(ABC):
                     return
                 for message in messages:
                     self._handle(link, message)
+                if link.drained:
+                    return
         except BlockingIOError:
             return
         except WireError as error:
@@ -185,7 +189,8 @@ class Links(ABC):
             if message.loan:
                 self._check_loan(link, message)
             self._inbound.chunk(link, message)
-            self._answered.notify_all()
+            if self._asking:
+                self._answered.notify_all()
             return
         match message:
             case Answer(watch, found):
@@ -236,6 +241,15 @@ class Links(ABC):
     def _after(self, *, may_wait: bool = False) -> None:
         """Write what was posted; have the adapter told. With the lock. `may_wait`: a chunk is here that is not taken
         yet, so that this is called again."""
+        if self._loop.inside:
+            # At the end of the turn, when the adapter has been told what came.
+            self._hurry = self._hurry or not may_wait
+            return
+        self._write_all(may_wait=may_wait)
+        if self._news:
+            self._loop.wake()
+
+    def _write_all(self, *, may_wait: bool) -> None:
         if self._returned:
             self._tell_returned()
         if self._dirty:
@@ -245,8 +259,6 @@ class Links(ABC):
                 if link not in waiting:
                     self._flush(link)
             self._dirty.update(waiting)
-        if self._news and not self._loop.inside:
-            self._loop.wake()
 
     def _flush(self, link: Link) -> None:
         try:
@@ -272,16 +284,23 @@ class Links(ABC):
             link.post(Returned(chunk.loan))
 
     def _turn(self) -> None:
-        """Tell the adapter, on the I/O thread, without the lock."""
-        if self._returned:
-            with self._lock:
-                self._after()
+        """What follows a round of reading, on the I/O thread: tell the adapter, then write."""
+        while True:
+            self._tell_adapter()
+            if self._returned or self._dirty:
+                with self._lock:
+                    hurry, self._hurry = self._hurry, False
+                    self._write_all(may_wait=not hurry)
+            if not self._news:
+                return
+
+    def _tell_adapter(self) -> None:
         events = self._events
         while self._news:
             news = self._news.popleft()
             if events is None:
                 continue
-            if isinstance(news, Ready):
+            if type(news) is Ready:
                 events.ready(news.stream)
             elif isinstance(news, Stopped):
                 events.stopped(news.stream, news.reason)
@@ -315,7 +334,7 @@ class Links(ABC):
             self._closed = True
             for link in self._links:
                 link.post(Goodbye("bye"))
-            self._after()
+            self._write_all(may_wait=False)
             self._answered.notify_all()
         self._drain(time.monotonic() + FAREWELL)
         self._loop.close()

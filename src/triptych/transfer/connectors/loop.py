@@ -113,18 +113,19 @@ class Loop:
                     os.eventfd_read(self._alarm)
                     self._awake = False
                     continue
-                call = self._calls.get(fd)
-                if call is not None:
-                    self._guarded(lambda call=call, mask=mask: call(mask))  # type: ignore[misc]
+                ready = self._calls.get(fd)
+                if ready is not None:
+                    self._guarded(ready, mask)
             for _ in range(len(self._soon)):
                 self._guarded(self._soon.popleft())
-            for call_due in self._due():
-                self._guarded(call_due)
+            if self._timers:
+                for due in self._due():
+                    self._guarded(due)
             self._guarded(self._turn)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _guarded(self, call: Callable[..., None], *arguments: int) -> None:
         try:
-            call()
+            call(*arguments)
         except Exception:
             # A fault in one callback is not to end the thread that everything else of this connector needs.
             _LOG.exception("%s: a callback failed", self._name)
@@ -132,6 +133,8 @@ class Loop:
     def _timeout(self) -> float | None:
         if self._soon:
             return 0.0
+        if not self._timers:
+            return None
         with self._lock:
             while self._timers and self._timers[0][2].call is None:
                 heapq.heappop(self._timers)

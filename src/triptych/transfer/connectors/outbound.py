@@ -75,11 +75,11 @@ class Outbound:
         """
         name, number, numbered = split_key(key)
         stream = self._streams.get(name)
-        anew = stream is not None and (
-            stream.generation != mark.generation
+        if (
+            stream is None
+            or stream.generation != mark.generation
             or (number == 0 and stream.put and stream.life.state is not Sending.OPEN)
-        )
-        if stream is None or anew:
+        ):
             if number:
                 raise BrokenStream(f"{self._edge}: the stream of {key!r} is not open: it was stopped or withdrawn")
             self._expire_old()

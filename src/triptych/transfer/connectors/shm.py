@@ -65,6 +65,8 @@ class SenderHello(msgspec.Struct, forbid_unknown_fields=True):
 class UnixTransport:
     """A Unix socket that can carry one descriptor: given at the sender, `taken` at the receiver."""
 
+    short_is_all = True
+
     def __init__(self, sock: socket.socket, *, takes: bool) -> None:
         self._sock = sock
         self._give: int | None = None
