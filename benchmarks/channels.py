@@ -157,18 +157,18 @@ def _segment(path: str) -> mmap.mmap:
 
 
 class ZmqSender(Sender):
-    """The same encode and decode as ours around PUSH and PULL on ipc://, without copies where pyzmq can."""
+    """The same encode and decode as ours around PUSH and PULL, without copies where pyzmq can."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, kind: str, where: str) -> None:
         context = multiprocessing.get_context("spawn")
         zmq: Any = importlib.import_module("zmq")  # comes with vLLM, and the gateway alone has none
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
-        where = f"ipc://{directory}/zmq"
         self._socket.bind(where)
+        where = self._socket.last_endpoint.decode()
         self._socket.linger = 0
         self._socket.sndtimeo = int(PATIENCE * 1000)
-        self.ends = Ends("zmq", where, free=context.Semaphore(IN_FLIGHT))
+        self.ends = Ends(kind, where, free=context.Semaphore(IN_FLIGHT))
 
     def send(self, obj: dict[str, Any], stream: str, number: int) -> None:
         frames = encode(obj)
@@ -204,10 +204,6 @@ class ZmqReceiver(Receiver):
 
 class BareZmqSender(ZmqSender):
     """One message of the tensor's bytes, not encoded."""
-
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory)
-        self.ends = Ends("bare zmq", self.ends.where, free=self.ends.free)
 
     def send(self, obj: dict[str, Any], stream: str, number: int) -> None:
         _acquire(self.ends.free)
@@ -355,9 +351,11 @@ def sender(kind: str, directory: str) -> Sender:
         case "raw":
             return RawSender()
         case "zmq":
-            return ZmqSender(directory)
+            return ZmqSender(kind, f"ipc://{directory}/zmq")
+        case "zmq tcp":
+            return ZmqSender(kind, "tcp://127.0.0.1:*")
         case "bare zmq":
-            return BareZmqSender(directory)
+            return BareZmqSender(kind, f"ipc://{directory}/zmq")
         case _:
             return ConnectorSender(kind, {"deployment": f"benchmark {directory}", "tensors": "view"})
 
@@ -367,7 +365,7 @@ def receiver(ends: Ends) -> Receiver:
     match ends.kind:
         case "raw":
             return RawReceiver(ends)
-        case "zmq":
+        case "zmq" | "zmq tcp":
             return ZmqReceiver(ends)
         case "bare zmq":
             return BareZmqReceiver(ends)
