@@ -56,7 +56,9 @@ class Bench:
         self._made: list[SharedMemoryConnector] = []
 
     def make(self, stage: int = 0, **options: Any) -> SharedMemoryConnector:
-        connector = SharedMemoryConnector({"stage_id": stage, "runtime_dir": str(self.folder), **options})
+        connector = SharedMemoryConnector(
+            {"stage_id": stage, "runtime_dir": str(self.folder), "tensors": "view", **options}
+        )
         self._made.append(connector)
         return connector
 
