@@ -402,7 +402,7 @@ def test_a_consumer_that_leaves_without_a_word_costs_its_sender_nothing(bench: B
     put(sender, "s_0", 0)
     take(receiver, events, "s_0")
     receiver.unwatch("s")
-    until(lambda: sender.reap() or sender._outbound._streams["s"].life.state == "dropped", "it is known")
+    until(lambda: sender.reap() or sender._outbound.streams["s"].life.state == "dropped", "it is known")
     for n in range(1, 20):
         put(sender, f"s_{n}", n, last=n == 19)
     assert sender.statistics()[:3] == (0, 0, 0)
@@ -520,7 +520,7 @@ def test_no_state_is_left_of_ten_thousand_streams_a_third_of_them_aborted(bench:
             assert receiver.get("0", "1", f"{name}_1") is not None
     until(lambda: sender.reap() or sender.statistics() == (0, 0, 0, 1), "nothing is left")
     assert receiver.statistics() == (0, 0, 0, 1)
-    assert not sender._outbound._streams
+    assert not sender._outbound.streams
     assert not sender._outbound._waiting
     assert not receiver._inbound._numbers
 

@@ -278,6 +278,7 @@ class FrameReader:
 
     def __init__(self, limits: Limits, buffer: int = 1 << 16) -> None:
         self._limits = limits
+        self._small = min(limits)
         self._buffer = bytearray(buffer)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what was received and not yet parsed
@@ -315,7 +316,7 @@ class FrameReader:
         out: list[Message] = []
         while self._end - self._start >= _HEADER.size:
             size, kind = _HEADER.unpack_from(self._buffer, self._start)
-            if size > self._limits.of(kind):
+            if (size > self._small or not _HELLO <= kind <= _GOODBYE) and size > self._limits.of(kind):
                 raise WireError(f"a message of kind {kind} with {size} bytes: at most {self._limits.of(kind)}")
             at = self._start + _HEADER.size
             if at + size <= self._end:

@@ -84,7 +84,8 @@ class Hub(Links, StreamConnector):
         self._offer(from_stage)
         nbytes = sum(sizes)
         with self._lock:
-            self._check()
+            if self._closed:
+                self._check()
             try:
                 stream, held = self._begin(put_key, to_stage, mark, sizes)
                 if held is not None and nbytes <= _QUICK:
@@ -121,7 +122,8 @@ class Hub(Links, StreamConnector):
                 self._after()
 
     def _commit(self, stream: Stream, held: Held) -> None:
-        self._check()
+        if self._closed:
+            self._check()
         self._outbound.commit(stream, held)
         if self._inbound.find(stream.name) is not None:
             self._news.append(Ready(stream.name))
@@ -175,7 +177,7 @@ class Hub(Links, StreamConnector):
         self._check()
         name, number, _ = split_key(get_key)
         with self._lock:
-            own = self._take_own(name, number)
+            own = self._take_own(name, number) if name in self._outbound.streams else None
             found = None if own else self._inbound.take(name, number)
             stream = self._inbound.find(name)
             # While its reader has more to take than that, what was consumed is told several chunks at a time.

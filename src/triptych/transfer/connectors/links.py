@@ -253,6 +253,8 @@ class Links(ABC):
         if self._returned:
             self._tell_returned()
         if self._dirty:
+            if len(self._dirty) == 1 and not may_wait:
+                self._flush(self._dirty.pop())
             waiting = [link for link in self._dirty if link.can_wait] if may_wait else ()
             while self._dirty:
                 link = self._dirty.pop()

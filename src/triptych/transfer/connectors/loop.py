@@ -51,13 +51,14 @@ class Loop:
         self._count = itertools.count()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._ident = 0  # of the thread
         self._closing = False
         self._awake = False
 
     @property
     def inside(self) -> bool:
         """Whether the caller is on the loop's thread."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._ident
 
     def add(self, fd: int, mask: int, call: Callable[[int], None]) -> None:
         """Call with the events that came, whenever one of `mask` does."""
@@ -106,6 +107,7 @@ class Loop:
                     self._thread.start()
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         while not self._closing:
             for fd, mask in self._epoll.poll(self._timeout()):
                 if fd == self._alarm:
@@ -158,7 +160,7 @@ class Loop:
         thread = self._thread
         if thread is not None and thread.is_alive():
             os.eventfd_write(self._alarm, 1)
-            if thread is threading.current_thread():
+            if self.inside:
                 return  # it ends with this turn; its descriptors go with the object
             thread.join(timeout)
             if thread.is_alive():

@@ -38,7 +38,7 @@ class Outbound:
         self._edge = edge
         self._news = news
         self._clock = clock
-        self._streams: dict[str, Stream] = {}
+        self.streams: dict[str, Stream] = {}
         self._older: set[Stream] = set()
         self._waiting: dict[str, deque[Watching]] = {}
         self._tombs: OrderedDict[str, Stream] = OrderedDict()
@@ -50,7 +50,7 @@ class Outbound:
     # --- what the hub asks
 
     def _all(self) -> Iterator[Stream]:
-        yield from self._streams.values()
+        yield from self.streams.values()
         yield from self._older
 
     def pending(self) -> Collection[str]:
@@ -74,7 +74,7 @@ class Outbound:
             ConnectorError: the number is not the next one, or the chunk never fits.
         """
         name, number, numbered = split_key(key)
-        stream = self._streams.get(name)
+        stream = self.streams.get(name)
         if (
             stream is None
             or stream.generation != mark.generation
@@ -85,12 +85,12 @@ class Outbound:
             self._expire_old()
             if stream is not None:
                 self._renew(stream)
-            stream = self._streams[name] = Stream(name, mark.generation, stage, numbered=numbered)
+            stream = self.streams[name] = Stream(name, mark.generation, stage, numbered=numbered)
         try:
             return stream, self._admit(stream, number, sizes, terminal=mark.terminal or not numbered)
         except BaseException:
             if not stream.put and not stream.blocked and stream.life.state is Sending.OPEN:
-                del self._streams[name]
+                del self.streams[name]
             raise
 
     def _admit(self, stream: Stream, number: int, sizes: tuple[int, ...], *, terminal: bool) -> Held | None:
@@ -124,11 +124,13 @@ class Outbound:
         Beside its own limit, no stream holds more than a quarter of what is left for the others: so a dozen stalled
         ones leave room. One chunk at a time is always allowed, even if a reader keeps the memory of all earlier ones.
         """
-        free = self.store.size - self.store.used
         if len(stream.chunks) >= self._credit.chunks:
             stream.blocked = True
             raise WouldBlock(f"{self._edge}: {len(stream.chunks)} chunks of {stream.name!r} are not consumed yet")
-        if stream.chunks and stream.nbytes + nbytes > min(self._credit.nbytes, free // 4):
+        if not stream.chunks:
+            return
+        free = self.store.size - self.store.used
+        if stream.nbytes + nbytes > min(self._credit.nbytes, free // 4):
             stream.blocked = True
             self._starved[stream.name] = None
             raise WouldBlock(f"{self._edge}: {stream.nbytes} bytes of {stream.name!r} are not given back yet")
@@ -163,7 +165,7 @@ class Outbound:
         if old.watching is None:
             self._expire(old)
             return
-        del self._streams[old.name]
+        del self.streams[old.name]
         self._older.add(old)
         if old.life.on(SendEvent.RENEW) is SendAct.TELL:
             self._void(old, min(old.chunks, default=old.put), "its sender has begun the stream anew")
@@ -246,8 +248,8 @@ class Outbound:
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
-        if self._streams.get(stream.name) is stream:
-            del self._streams[stream.name]
+        if self.streams.get(stream.name) is stream:
+            del self.streams[stream.name]
         self._older.discard(stream)
         self._lingering.pop(stream, None)
         if self._tombs.get(stream.name) is stream:
@@ -268,7 +270,7 @@ class Outbound:
             self._writable(stream)
         starved, self._starved = self._starved, OrderedDict()
         for name in starved:
-            other = self._streams.get(name)
+            other = self.streams.get(name)
             if other is not None:
                 self._writable(other)
 
@@ -314,10 +316,10 @@ class Outbound:
 
     def fail(self, name: str, stage: str, reason: str) -> None:
         """End a stream as broken, also one of which nothing was put."""
-        stream = self._streams.get(name)
+        stream = self.streams.get(name)
         if stream is None:
             self._expire_old()
-            stream = self._streams[name] = Stream(name, None, stage)
+            stream = self.streams[name] = Stream(name, None, stage)
         act = stream.life.on(SendEvent.FAIL)
         if act is SendAct.FORGET:
             self._forget(stream)
@@ -335,10 +337,10 @@ class Outbound:
         named: dict[str, set[int]] = {}
         for key in keys:
             name, number, _ = split_key(key)
-            stream = self._streams.get(name)
+            stream = self.streams.get(name)
             if stream is not None and stream.key(number) == key:
                 named.setdefault(name, set()).add(number)
-        return sum(self._withdraw(self._streams[name], numbers) for name, numbers in named.items())
+        return sum(self._withdraw(self.streams[name], numbers) for name, numbers in named.items())
 
     def _withdraw(self, stream: Stream, numbers: set[int]) -> int:
         found = [number for number in stream.chunks if number in numbers]
@@ -356,13 +358,13 @@ class Outbound:
 
     def take_own(self, name: str, number: int) -> Stored | None:
         """Take a chunk of our own that no watcher was sent. The caller reads it, then calls `consumed_own`."""
-        stream = self._streams.get(name)
+        stream = self.streams.get(name)
         held = None if stream is None else stream.chunks.get(number)
         return None if held is None or held.sent else held.stored
 
     def consumed_own(self, name: str, number: int) -> None:
         """That chunk was read."""
-        stream = self._streams[name]
+        stream = self.streams[name]
         self._drop(stream, stream.chunks.pop(number))
         self._settle(stream)
 
@@ -372,7 +374,7 @@ class Outbound:
             stream.watching = None
             if stream.life.state not in (Sending.STOPPED, Sending.DROPPED):
                 self._release(stream)
-        for mapping in (self._streams, self._tombs, self._lingering, self._waiting, self._starved):
+        for mapping in (self.streams, self._tombs, self._lingering, self._waiting, self._starved):
             mapping.clear()
         self._older.clear()
 
@@ -383,7 +385,7 @@ class Outbound:
         if number in peer.watches or len(peer.watches) >= WATCHES:
             raise WireError(f"watch {number} beside {len(peer.watches)} others, or a second time")
         watching = peer.watches[number] = Watching(peer, number, name)
-        stream = self._streams.get(name)
+        stream = self.streams.get(name)
         found = stream is not None and stream.watching is None and stream.life.state in _OFFERED
         if stream is not None and found:
             self._bind(stream, watching)
