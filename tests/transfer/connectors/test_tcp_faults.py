@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.transfer.connectors.tcp_rig import PATIENCE, SECRET, End, Stranger, end, pair, reset, until
 from triptych.transfer.connectors.auth import MAX_BODY
+from triptych.transfer.connectors.base import Mark
 from triptych.transfer.connectors.frames import Chunk, Consumed, Goodbye, Hello, Leave, Message, Unwatch, Watch, pack
 from triptych.transfer.connectors.pieces import PING
 from triptych.transfer.connectors.tcp import STRANGERS
@@ -107,7 +110,7 @@ def test_a_recorded_handshake_is_refused_when_it_is_played_again(caplog: pytest.
                 assert isinstance(heard, Hello)
             assert b"not the same" in heard.body
             assert replay.hear() is None
-        assert "secret is another one" in caplog.text
+        until(lambda: "secret is another one" in caplog.text, "a line in the log")
 
 
 def test_a_peer_that_never_finishes_its_greeting_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +277,14 @@ def test_two_ends_that_have_nothing_to_say_stay_together() -> None:
 # -- connections that are lost
 
 
+@contextlib.contextmanager
+def nobody() -> Iterator[int]:
+    """A port that nobody listens at, and that nobody else gets."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
 def cut(made: End) -> None:
     """The network breaks all of its connections."""
     for link in list(made.connector._links):
@@ -316,15 +327,31 @@ def test_a_sender_that_comes_back_on_its_port_is_found_again() -> None:
 
 
 def test_a_sender_that_cannot_be_reached_fails_its_watches_in_time_and_is_named() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with end(1, reach_s=1) as receiver:
+    # Bound and not listening: else the port might be anybody's, the connecting end's own for one.
+    with socket.socket() as deaf, end(1, reach_s=1) as receiver:
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
         receiver.watch("r_0", {"source_host": "127.0.0.1", "source_port": port})
         error = receiver.end_of("r_0_0")
         assert f"stage 0 at 127.0.0.1:{port}: it could not be reached in" in str(error)
         assert "refused" in str(error)
         assert not receiver.connector._dialers
+
+
+def test_a_sender_hears_that_a_stream_was_left_before_it_was_reached() -> None:
+    with end(0) as sender, end(1) as receiver:
+        metadata = sender.put("r_0_0", "x", mark=Mark(1))
+        receiver.watch("r_0", {**metadata, "source_host": "localhost"})  # takes a moment longer
+        receiver.connector.unwatch("r_0", "the client went away")
+        assert "the client went away" in sender.told.wait("stopped", "r_0")[2]
+        assert sender.connector.statistics().bytes_held == 0
+        # Whoever watches the name anew gets what is begun anew.
+        receiver.watch("r_0", metadata)
+        with pytest.raises(BrokenStream):
+            sender.put("r_0_1", "y", mark=Mark(1))
+        sender.put("r_0_0", "new", mark=Mark(2))
+        assert receiver.take("r_0_0") == "new"
+        assert not receiver.connector._farewells
 
 
 def test_a_name_that_does_not_exist_is_told() -> None:
@@ -492,10 +519,7 @@ def _is_socket_of(fd: str, port: int) -> bool:
 
 def test_retries_are_logged_once_and_not_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with end(1) as receiver:
+    with nobody() as port, end(1) as receiver:
         receiver.watch("r_0", {"source_host": "127.0.0.1", "source_port": port})
         until(lambda: any(d.failures >= 3 for d in receiver.connector._dialers.values()), "three failures")
     assert len(caplog.records) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import random
+import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -73,6 +75,50 @@ class Nobody(Peer):
         """There is nobody to hear it."""
 
 
+class Farewells:
+    """Streams that were left before their sender was reached: it is to hear of that, for some time to come."""
+
+    MOST: Final = 1024
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._left: OrderedDict[str, tuple[float, Source, str]] = OrderedDict()  # until, whose, why
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def add(self, stream: str, source: Source, reason: str, now: float) -> None:
+        """The stream was left, for that reason."""
+        self._left.pop(stream, None)
+        self._left[stream] = now + self._seconds, source, reason
+        if len(self._left) > self.MOST:
+            self._left.popitem(last=False)
+
+    def owed(self, address: Address, now: float) -> bool:
+        """Whether the sender at that address may have one to hear."""
+        self._expire(now)
+        return any(is_for(address, source) for _, source, _ in self._left.values())
+
+    def say(self, address: Address, now: float) -> list[tuple[str, str]]:
+        """What the sender at that address is to hear: streams and reasons. One that was named hears it once; of
+        others nobody knows who it is for."""
+        self._expire(now)
+        out = []
+        for stream, (_, source, reason) in list(self._left.items()):
+            if is_for(address, source):
+                out.append((stream, reason))
+                if source.host and source.port:
+                    del self._left[stream]
+        return out
+
+    def _expire(self, now: float) -> None:
+        while self._left:
+            stream, (until, _, _) = next(iter(self._left.items()))
+            if until > now:
+                return
+            del self._left[stream]
+
+
 def wait(failures: int, spread: Callable[[], float] = random.random) -> float:
     """Seconds until the next attempt, after so many that failed; never the same for two receivers."""
     return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(failures - 1, 16)) * (0.5 + 0.5 * spread())
@@ -139,3 +185,9 @@ def is_for(address: Address, source: Source) -> bool:
 def waiting(address: Address, streams: Iterable[Incoming]) -> list[Incoming]:
     """Which of these streams no sender has yet and the one at that address may have."""
     return [stream for stream in streams if stream.life.state is Receiving.WATCHING and is_for(address, stream.source)]
+
+
+def resolve(address: Address, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
+    """Family and socket address of each, in the resolver's order. Waits for it; raises OSError, UnicodeError."""
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags | socket.AI_NUMERICSERV)
+    return [(family, place) for family, _, _, _, place in found]

@@ -33,6 +33,7 @@ from triptych.transfer.connectors.base import NO_MARK, Mark
 from triptych.transfer.connectors.dialing import (
     Address,
     Dialer,
+    Farewells,
     Nobody,
     addresses,
     is_any,
@@ -40,10 +41,11 @@ from triptych.transfer.connectors.dialing import (
     is_loopback,
     join,
     parse_peers,
+    resolve,
     wait,
     waiting,
 )
-from triptych.transfer.connectors.frames import Goodbye, Hello, Limits
+from triptych.transfer.connectors.frames import Goodbye, Hello, Leave, Limits, Unwatch, Watch
 from triptych.transfer.connectors.hub import Hub
 from triptych.transfer.connectors.inbound import Source
 from triptych.transfer.connectors.link import Link
@@ -52,6 +54,7 @@ from triptych.transfer.connectors.loop import READ
 from triptych.transfer.connectors.options import integer, options, text
 from triptych.transfer.connectors.peers import MIB, HeapStore
 from triptych.transfer.connectors.records import Credit
+from triptych.transfer.connectors.streams import Receiving
 from triptych.transfer.connectors.tcplink import PlainTransport, TcpLink, TcpTransport, TlsTransport
 from triptych.transfer.connectors.tls import Tls
 from triptych.transfer.errors import ConnectorError
@@ -65,6 +68,7 @@ STRANGERS: Final = 32
 """Connections that have not shown yet who they are, at most."""
 UNUSED: Final = 60.0
 """Seconds after which a connection that only metadata named, and that nothing is watched on, is closed."""
+_FAREWELL: Final = 1 << 62  # numbers of watches that only say farewell begin here
 _PAUSE: Final = 1.0  # seconds without accepting, where there are no descriptors left
 _FULL: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
@@ -100,6 +104,7 @@ class TcpConnector(Hub):
         self._stage: str | None = None  # that this end sends for
         self._dialers: dict[Address, Dialer] = {}
         self._dialed: dict[Link, Dialer] = {}
+        self._farewells = Farewells(self._reach)
         shown = {key: value for key, value in given.items() if key != "secret"}
         super().__init__(
             {**{key: value for key, value in config.items() if key != "secret"}, "extra": shown},
@@ -238,6 +243,13 @@ class TcpConnector(Hub):
                 dialer = self._dialers[address] = Dialer(address)
                 self._plan(dialer, 0.0)
 
+    def unwatch(self, stream: str, reason: str | None = None) -> None:
+        with self._lock:
+            left = self._inbound.find(stream)
+            if reason is not None and left is not None and not left.told and left.life.state is Receiving.WATCHING:
+                self._farewells.add(stream, left.source, reason, time.monotonic())
+        super().unwatch(stream, reason)
+
     def _plan(self, dialer: Dialer, seconds: float) -> None:
         dialer.timer = self._loop.call_later(seconds, lambda: self._again(dialer))
 
@@ -245,7 +257,7 @@ class TcpConnector(Hub):
         """Make an attempt, which `busy` says that nobody else makes. Without the lock."""
         if not dialer.resolved:
             try:
-                dialer.resolved = _resolve(dialer.address, socket.AI_NUMERICHOST)
+                dialer.resolved = resolve(dialer.address, socket.AI_NUMERICHOST)
             except socket.gaierror:
                 # Resolvers may take their time, and whoever called us has none.
                 threading.Thread(target=self._look_up, args=(dialer,), daemon=True).start()
@@ -254,7 +266,7 @@ class TcpConnector(Hub):
 
     def _look_up(self, dialer: Dialer) -> None:
         try:
-            dialer.resolved = _resolve(dialer.address)
+            dialer.resolved = resolve(dialer.address)
         except (OSError, UnicodeError) as error:
             why = f"no such host: {error}"
             self._loop.call_soon(lambda: self._failed(dialer, why))
@@ -309,7 +321,8 @@ class TcpConnector(Hub):
                 if stream.source.host or not others:
                     self._inbound.failed(nobody, stream.number, 0, reason)
         # Whoever has looked for it a moment ago may not have said yet for what.
-        if not (never or self._closed) and (streams or now - dialer.used < GREETING):
+        wanted = streams or now - dialer.used < GREETING or self._farewells.owed(dialer.address, now)
+        if wanted and not (never or self._closed):
             self._plan(dialer, 0.0 if dialer.resolved else wait(dialer.failures))
         elif self._dialers.get(dialer.address) is dialer:
             del self._dialers[dialer.address]
@@ -384,6 +397,9 @@ class TcpConnector(Hub):
         if dialer is not None:
             link.source = Source(*dialer.address)
             dialer.failures, dialer.since, dialer.resolved = 0, None, []
+            for number, (stream, reason) in enumerate(self._farewells.say(dialer.address, time.monotonic())):
+                link.post(Watch(_FAREWELL + number, stream))
+                link.post(Unwatch(_FAREWELL + number, Leave.STOP, reason))
         link.establish()
         self._loop.call_later(self._silence / 3, lambda: self._beat(link))
         return True
@@ -462,9 +478,3 @@ class TcpConnector(Hub):
 def _began(link: Link) -> float:
     assert isinstance(link, TcpLink)
     return link.began
-
-
-def _resolve(address: Address, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
-    """Family and socket address of each, in the resolver's order."""
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags | socket.AI_NUMERICSERV)
-    return [(family, place) for family, _, _, _, place in found]
