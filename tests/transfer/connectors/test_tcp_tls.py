@@ -110,7 +110,8 @@ def test_a_sender_with_another_certificate_is_refused(papers: Papers, foreign: P
         receiver.watch("r_0", metadata)
         error = receiver.end_of("r_0_0")
         assert isinstance(error, BrokenStream)
-        assert "certificate verify failed" in str(error)
+        # It is tried again until `reach_s`; the last try may have been cut off by the other end before this one spoke.
+        assert "certificate verify failed" in str(error) or "EOF occurred" in str(error)
         assert sender.connector._pending_keys == {"r_0_0"}
 
 
