@@ -181,7 +181,8 @@ class Hub(Links, StreamConnector):
             found = None if own else self._inbound.take(name, number)
             stream = self._inbound.find(name)
             # While its reader has more to take than that, what was consumed is told several chunks at a time.
-            self._after(may_wait=found is not None and stream is not None and len(stream.chunks) > ACKS)
+            more = stream is not None and len(stream.chunks) > ACKS
+            self._after(may_wait=found is not None and (more or self._loop.inside))
         if own is not None:
             return own
         if found is None and stream is None:

@@ -41,6 +41,8 @@ GREETING: Final = 5.0
 """Seconds that two ends have to greet each other."""
 FAREWELL: Final = 1.0
 """Seconds that `close` waits for peers to take what was put."""
+LATE: Final = 0.001
+"""Seconds that the consumption of a few chunks, taken on the I/O thread, may wait for that of more."""
 READS: Final = 16
 """Reads of one link in one go, so that a busy one does not keep the others waiting."""
 
@@ -61,6 +63,7 @@ class Links(ABC):
         self._links: set[Link] = set()
         self._dirty: set[Link] = set()
         self._hurry = False  # what was posted on the I/O thread is not only what can wait
+        self._late = False  # a timer will write what can wait
         self._asking = 0  # threads that wait for an answer
         self._returned: deque[tuple[Link, Chunk, int]] = deque()
         self._events: Events | None = None
@@ -239,8 +242,8 @@ class Links(ABC):
     # --- after every step
 
     def _after(self, *, may_wait: bool = False) -> None:
-        """Write what was posted; have the adapter told. With the lock. `may_wait`: a chunk is here that is not taken
-        yet, so that this is called again."""
+        """Write what was posted; have the adapter told. With the lock. `may_wait`: if it is only that a few chunks were
+        consumed, it can go with what is posted next; this is called again soon."""
         if self._loop.inside:
             # At the end of the turn, when the adapter has been told what came.
             self._hurry = self._hurry or not may_wait
@@ -293,8 +296,16 @@ class Links(ABC):
                 with self._lock:
                     hurry, self._hurry = self._hurry, False
                     self._write_all(may_wait=not hurry)
+                    if self._dirty and not self._late:
+                        self._late = True
+                        self._loop.call_later(LATE, self._write_late)
             if not self._news:
                 return
+
+    def _write_late(self) -> None:
+        with self._lock:
+            self._late = False
+            self._write_all(may_wait=False)
 
     def _tell_adapter(self) -> None:
         events = self._events
