@@ -370,7 +370,7 @@ class TcpConnector(Hub):
             self._loop.add(transport.fileno(), READ, lambda mask: self._on_ready(link, mask))
             self._answered.notify_all()
             self._after()
-        self._loop.call_later(GREETING, lambda: self._too_late(link))
+            link.deadline = self._loop.call_later(GREETING, lambda: self._too_late(link))
 
     def _greet(self, link: Link, body: bytes) -> bool:
         assert isinstance(link, TcpLink)

@@ -13,12 +13,11 @@ from typing import Final, Protocol
 
 from triptych.transfer.connectors.auth import MAX_BODY
 from triptych.transfer.connectors.frames import Buffer, Consumed, Goodbye, Limits, Message, Unwatch, Watch
-from triptych.transfer.connectors.link import Link, Transport
+from triptych.transfer.connectors.link import ACKS, Link, Transport
 from triptych.transfer.connectors.pieces import PING, PONG, Cutter, Joiner
 from triptych.transfer.errors import WireError
 
 _AT_ONCE: Final = 64  # buffers of one system call
-_ACKS: Final = 3
 _BURST: Final = 1 << 20  # bytes that one flush sends, so that its caller keeps the lock for a moment only
 _RECORD: Final = 1 << 14  # bytes that TLS encrypts together
 _STRANGER: Final = Limits(chunk=0, control=MAX_BODY)
@@ -48,6 +47,7 @@ class TcpTransport(Transport, Protocol):
 class PlainTransport:
     """A socket as it is. It may still be connecting: the kernel sends when it can."""
 
+    short_is_all = True
     wants_write = True
     pending = False
     binding = b""
@@ -176,6 +176,7 @@ class TcpLink(Link):
         self._joiner = Joiner(_STRANGER, budget=budget, buffer=1 << 12)
         self._queue: deque[memoryview] = deque()
         self._open = False
+        self._failure: OSError | None = None  # of sending
         self._early = 0
         self._answering = False
 
@@ -190,7 +191,7 @@ class TcpLink(Link):
         self._joiner.grow(self._established)
 
     def post(self, message: Message) -> None:
-        if self.closed or (isinstance(message, Goodbye) and not self.greeted):
+        if self.closed or self._mute or (isinstance(message, Goodbye) and not self.greeted):
             return
         match message:
             case Watch(number):
@@ -209,7 +210,7 @@ class TcpLink(Link):
 
     @property
     def can_wait(self) -> bool:
-        return not self._queue and 0 < self._acks == self._cutter.urgent_only <= _ACKS
+        return not self._queue and 0 < self._acks == self._cutter.urgent_only <= ACKS
 
     def flush(self) -> bool:
         """Send what can be sent now, up to a burst. Returns whether that was all. Raises OSError."""
@@ -235,6 +236,9 @@ class TcpLink(Link):
                     queue[0] = queue[0][sent:]
         except BlockingIOError:
             pass
+        except OSError as error:
+            self._failure = error
+            raise
         return False
 
     def _ready(self) -> bool:
@@ -250,9 +254,15 @@ class TcpLink(Link):
             self._dirty.add(self)  # it waits for something else now
             if not self._open:
                 raise BlockingIOError
-        count = self.transport.recv_into(self._joiner.room())
+        room = self._joiner.room()
+        count = self.transport.recv_into(room)
+        self.drained = self._short_is_all and count < len(room)
         if not count:
+            # The kernel tells of an error once, and after that of an end.
+            if self._failure is not None:
+                raise self._failure
             return None
+        self.received += count
         self.heard = time.monotonic()
         if not self.greeted:
             self._early += count
@@ -262,13 +272,18 @@ class TcpLink(Link):
         if self._joiner.pings:
             self._joiner.pings = 0
             if not self._answering:
-                self._answering = True
+                self._answering = True  # once, however many ask before that is sent
                 self._cutter.urgent(PONG)
                 self._dirty.add(self)
         for message in messages:
             if isinstance(message, Unwatch):
                 self._cutter.drop(message.watch)
         return messages
+
+    def mute(self) -> None:
+        super().mute()
+        self._queue.clear()
+        self._cutter = Cutter()
 
     def close(self) -> None:
         super().close()
