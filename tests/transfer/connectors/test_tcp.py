@@ -70,6 +70,12 @@ def test_a_name_is_resolved_without_keeping_the_caller_waiting() -> None:
         assert receiver.take("r_0_0") == "x"
 
 
+def test_a_get_without_a_watch_waits_for_a_name_to_be_resolved() -> None:
+    with pair() as (sender, receiver):
+        metadata = {**sender.put("r_0_0", "x"), "source_host": "localhost"}
+        assert receiver.get("r_0_0", metadata) == "x"
+
+
 def test_whoever_put_a_chunk_may_take_it_itself() -> None:
     with end(0) as sender:
         sender.put("r_0_0", {"a": 1})

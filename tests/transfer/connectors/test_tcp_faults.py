@@ -49,7 +49,7 @@ def still_serves(sender: End, **config: Any) -> None:
         b"\xff" * 5000,
         b"\xff\xff\xff\xff\x01",  # a greeting of 4 GiB
         (MAX_BODY + 17).to_bytes(4, "little") + b"\x01",
-        (1 << 18).to_bytes(4, "little") + b"\x07",  # a chunk
+        (1 << 19).to_bytes(4, "little") + b"\x07",  # a chunk
         b"\x05\0\0\0\x01hello",
         PING * 10_000,
     ],

@@ -30,7 +30,7 @@ from triptych.transfer.connectors.frames import (
 )
 from triptych.transfer.errors import WireError
 
-PIECE: Final = 1 << 18
+PIECE: Final = 1 << 19
 """Bytes of a message that goes in one piece, at most."""
 
 # Kinds of our own, beside those of `frames`.

@@ -46,7 +46,7 @@ from triptych.transfer.connectors.dialing import (
     waiting,
 )
 from triptych.transfer.connectors.frames import Goodbye, Hello, Leave, Limits, Unwatch, Watch
-from triptych.transfer.connectors.hub import Hub
+from triptych.transfer.connectors.hub import ASKING, Hub
 from triptych.transfer.connectors.inbound import Source
 from triptych.transfer.connectors.link import Link
 from triptych.transfer.connectors.links import GREETING
@@ -234,6 +234,9 @@ class TcpConnector(Hub):
                     due.append(dialer)
         for dialer in due:
             self._dial(dialer)
+        if again and due and not self._loop.inside:
+            with self._lock:  # for a name to be resolved, so that there is somebody to ask
+                self._answered.wait_for(lambda: not any(dialer.busy for dialer in due), ASKING)
 
     def _watch(self, name: str, source: Source, *, implicit: bool = False) -> None:
         super()._watch(name, source, implicit=implicit)
