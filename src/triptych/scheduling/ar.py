@@ -27,6 +27,7 @@ class AutoregressiveStage(ChunkScheduling):
             session is None
             or session.status != RequestStatus.WAITING_FOR_STREAMING_REQ
             or request.resumable is True
+            or not is_streamed(session)
             or not adapter.has_sender(session.external_req_id)
         ):
             super().add_request(request)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
@@ -64,11 +65,14 @@ def is_streamed(request: Any) -> bool:
 
 
 class ChunkScheduling(_Base):  # type: ignore[misc]
-    """Requests that send chunks, and requests that wait for them, under a scheduler of vLLM's."""
+    """Requests that send chunks, and requests that wait for them, under a scheduler of vLLM's. `worker`: the kind of
+    stage that it is for."""
 
+    worker: ClassVar[str] = "ar"
     chunk_transfer_adapter: ChunkTransferAdapter
     requests: dict[str, Request]
     running: list[Request]
+    max_num_active_reqs: int
     _stage: StageConfig
     _failed: dict[str, str]
     _by_stream: dict[str, str]
@@ -78,13 +82,19 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         register_status()
         self._stage = stage_config(self.vllm_config.additional_config)
+        self._check()
         self._failed = {}
         self._by_stream = {}
         self._waiting_queues = WaitingQueues(self)
+        wake = waker(engine_core())
         self.chunk_transfer_adapter = ChunkTransferAdapter(adapter_config(self._stage, self.vllm_config))
-        self.chunk_transfer_adapter.wake = waker(engine_core())
+        self.chunk_transfer_adapter.wake = wake
         self.chunk_transfer_adapter.start()
         _LOG.info("stage %d: %s, %s", self._stage.id, self._stage.role, self._stage.connector.name)
+
+    def _check(self) -> None:
+        if self._stage.worker != self.worker:
+            raise ValueError(f"{type(self).__name__} is for `worker` {self.worker!r}, not {self._stage.worker!r}")
 
     def shutdown(self) -> None:
         self.chunk_transfer_adapter.close()
@@ -113,6 +123,8 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
             return
         self._by_stream[name] = request.request_id
         request.external_req_id = name
+        if self._stage.worker == "generation":
+            request.skip_reading_prefix_cache = True  # what is not computed anew gives no output
         request.additional_information = None
         request.payload_sender_info = source
         request.prompt_tokens_sent = -1  # of the prompt that the worker knows
@@ -126,43 +138,69 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Bring requests back whose chunk has come, park those that lack theirs, then let vLLM schedule."""
         self._collect_failures()
-        if self._stage.receives:
-            self._tick()
-        output = super().schedule(*args, **kwargs)
+        self._tick()
+        places = self.max_num_active_reqs
+        # A parked request that has run keeps its slot in the newer model runner; the older one has no limit of them.
+        self.max_num_active_reqs = places - (self._begun_and_parked() if self.use_v2_model_runner else 0)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_active_reqs = places
         if self._stage.receives:
             self._hand_over(output)
         return output
+
+    def _begun_and_parked(self) -> int:
+        adapter = self.chunk_transfer_adapter
+        return adapter.num_parked() - len(adapter.waiting_for_chunk_waiting_requests)
 
     def _tick(self) -> None:
         streamed = [request for request in self.running if is_streamed(request)]
         before = set(streamed)
         waiting = self._waiting_queues
         self.chunk_transfer_adapter.tick(waiting, streamed, self.requests)
-        grown = [request for request in streamed if self._has_grown(request)]
-        kept = set(streamed).difference(grown)
+        changed = [request for request in streamed if self._has_changed(request)] if self._stage.receives else []
+        kept = set(streamed).difference(changed)
         running = [request for request in self.running if request not in before or request in kept]
         running += [request for request in streamed if request in kept and request not in before]
         self.running[:] = running
-        for request in grown:
+        for request in changed:
             self._begin_again(request)
-        for request in waiting:
-            if request.status == RequestStatus.WAITING and request.num_output_tokens:
-                # Preempted with an answer begun, and its chunk added nothing: the worker must be told all of it anew.
-                request.status = RequestStatus.PREEMPTED
+        if self._stage.receives:
+            for request in waiting:
+                self._restate(request)
 
     @staticmethod
-    def _has_grown(request: Request) -> bool:
-        return bool(request.num_prompt_tokens != request.prompt_tokens_sent)
+    def _has_changed(request: Request) -> bool:
+        """Whether its prompt is not the one that the worker has: it has grown, or was replaced."""
+        return request.num_prompt_tokens != request.prompt_tokens_sent or not request.num_computed_tokens
 
     def _begin_again(self, request: Request) -> None:
-        """A running request's prompt has grown: the worker learns of that only from a request that is scheduled anew,
+        """A running request has another prompt: the worker learns of that only from a request that is scheduled anew,
         as with vLLM's own streaming input."""
         if not request.num_computed_tokens:
             self._free_request_blocks(request)  # a prompt that was replaced
+        if request.num_in_flight_tokens:
+            # A step that was planned before this chunk came: what it samples belongs behind a prompt that is no more.
+            request.drop_stale_output = True
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.num_output_placeholders = 0
         del request.block_hashes[request.num_computed_tokens // self.hash_block_size :]
         request.update_block_hashes()
         request.status = RequestStatus.WAITING
         self._enqueue_waiting_request(request)
+
+    def _restate(self, request: Request) -> None:
+        """A preempted request goes on from where its answer was, unless that has become part of its prompt."""
+        if request.status == RequestStatus.PREEMPTED and request.num_prompt_tokens != request.prompt_tokens_sent:
+            request.status = RequestStatus.WAITING
+        elif request.status == RequestStatus.WAITING and request.num_output_tokens:
+            request.status = RequestStatus.PREEMPTED
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        """Another segment of a session begins: it has chunks of its own to wait for."""
+        super()._update_request_as_session(session, update)
+        self.chunk_transfer_adapter.segment_finished_requests.discard(session.request_id)
 
     def _hand_over(self, output: Any) -> None:
         """What is scheduled takes its chunk along."""
@@ -172,6 +210,40 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
                 request.prompt_tokens_sent = request.num_prompt_tokens
                 output.scheduled_new_reqs[index] = StageRequestData.of(data, request)
         self.chunk_transfer_adapter.postprocess_scheduler_output(output, self.requests)
+
+    # --- what is counted
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting requests, parked ones among the latter: metrics and load balancers see them."""
+        running, waiting = super().get_request_counts()
+        return running, waiting + self.chunk_transfer_adapter.num_parked()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Parked requests are none that a step could do anything for: the engine core sleeps when there are only those."""
+        unfinished: int = super().get_num_unfinished_requests()
+        if self.pause_state == PauseState.UNPAUSED:
+            unfinished -= self.chunk_transfer_adapter.num_parked()
+        return unfinished
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Where running requests are preempted, those that are parked are, too: they hold blocks."""
+        parked = self._take_begun_back() if reset_running_requests else []
+        done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        for request in parked:
+            request.status = RequestStatus["WAITING_FOR_CHUNK"]
+            self.chunk_transfer_adapter.requests_origin_status[request.request_id] = RequestStatus.PREEMPTED
+        return done
+
+    def _take_begun_back(self) -> list[Request]:
+        """Put what is parked into vLLM's queues until the next step. Returns those of them that wait for a chunk and
+        hold blocks, as running ones."""
+        adapter = self.chunk_transfer_adapter
+        begun = list(adapter.waiting_for_chunk_running_requests)
+        adapter.restore_queues(self._waiting_queues, self.running, self.requests)
+        begun = [request for request in begun if request.request_id in self.requests]
+        for request in begun:
+            request.status = RequestStatus.RUNNING
+        return begun
 
     # --- failures
 

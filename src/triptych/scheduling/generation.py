@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import remove_all
@@ -16,17 +16,37 @@ class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with the chunk transfer adapter beside it. `_pending_finish_reqs`: requests whose stream ended
     with nothing left to compute; they are finished with the next output."""
 
+    worker: ClassVar[str] = "generation"
     _pending_finish_reqs: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As of ChunkScheduling; ValueError also with asynchronous scheduling: each chunk is a prompt of its own, which
+        the output of the chunk before must not come after."""
         super().__init__(*args, **kwargs)
         self._pending_finish_reqs = []
 
+    def _check(self) -> None:
+        super()._check()
+        if self.scheduler_config.async_scheduling:
+            raise ValueError("a generation stage needs --no-async-scheduling")
+
+    def _tick(self) -> None:
+        """Without requests whose stream has ended with nothing to compute: vLLM computes at least one token of each."""
+        super()._tick()
+        empty = [request for request in self._waiting_queues if not request.num_prompt_tokens]
+        if empty:
+            self._waiting_queues.remove_requests(empty)
+            self._pending_finish_reqs += empty
+        for request in self._waiting_queues:
+            if not request.num_computed_tokens:
+                self._record_prefill_stats(request)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """vLLM's own, then the end of requests that have computed the last chunk of their stream."""
+        """vLLM's own, then the end of streams and segments whose last chunk is computed."""
         scheduled = {rid: self.requests.get(rid) for rid in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        ended = [request for request in scheduled.values() if request is not None and self._computed_all(request)]
+        computed = [r for r in scheduled.values() if r is not None and r.num_computed_tokens >= r.num_prompt_tokens]
+        ended = [request for request in computed if self._ends(request)]
         ended += [request for request in self._pending_finish_reqs if request not in ended]
         self._pending_finish_reqs = []
         for request in ended:
@@ -35,10 +55,17 @@ class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
         self._end_failed(outputs)
         return outputs
 
-    def _computed_all(self, request: Request) -> bool:
-        """Whether nothing more will come, and what came is computed."""
-        exhausted = request.request_id in self.chunk_transfer_adapter.upstream_exhausted_requests
-        return exhausted and request.num_computed_tokens >= request.num_prompt_tokens
+    def _ends(self, request: Request) -> bool:
+        """Whether nothing more will come of the stream, or of a session's segment."""
+        adapter = self.chunk_transfer_adapter
+        if request.request_id in adapter.upstream_exhausted_requests:
+            return True
+        if request.status != RequestStatus.RUNNING or request.request_id not in adapter.segment_finished_requests:
+            return False
+        if request.resumable is True:
+            return True
+        adapter.segment_finished_requests.discard(request.request_id)  # the next segment's chunks follow by themselves
+        return False
 
     def _finish(self, request: Request, outputs: dict[int, EngineCoreOutputs]) -> None:
         request.status = RequestStatus.FINISHED_STOPPED
@@ -47,8 +74,8 @@ class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
         if self._handle_stopped_request(request):
             parameters, _ = self._free_request(request)
             self.chunk_transfer_adapter.cleanup(request.request_id, request.external_req_id)
+            self.waiting.remove_requests([request])
         self.running = remove_all(self.running, {request})
-        self.waiting.remove_requests([request])
         self._emit(
             outputs,
             request,

@@ -119,6 +119,9 @@ def _begin_anew(request: Any, length: int) -> None:
 
 def _append(request: Any, tokens: list[int], kept: int) -> None:
     """The prompt is what is kept of prompt and answer, and the new tokens; what was sampled beyond is dropped."""
+    # A step that was scheduled ahead counts as computed, but what it samples is not there yet and will be dropped.
+    kept = min(kept, len(request._all_token_ids))
+    request.num_computed_tokens = min(request.num_computed_tokens, kept)
     answered = request._all_token_ids[request.num_prompt_tokens : kept]
     request._all_token_ids[kept:] = tokens
     request.prompt_token_ids.extend([*answered, *tokens])
