@@ -86,11 +86,15 @@ class Edge:
     def start(self, role: str) -> Worker:
         return Worker(role, self.folder, self.deployment, self.dice.randrange(1 << 30))
 
+    def flow(self) -> None:
+        """Wait for chunks of the sender that lives: those of a dead one may still be on their way."""
+        self.ends["receive"].wait(f"taken from {self.ends['send'].pid}", len(self.ends["receive"].lines))
+
     def kill(self, role: str) -> None:
         """Kill one end at a random moment under load, and look at what the other is told."""
         victim = self.ends[role]
         survivor = self.ends["receive" if role == "send" else "send"]
-        self.ends["receive"].wait("taken", len(self.ends["receive"].lines))
+        self.flow()
         # A moment of the load, not a wait for something.
         time.sleep(self.dice.random() * 0.02)
         before = len(survivor.lines)
@@ -104,7 +108,7 @@ class Edge:
 
     def check(self) -> None:
         """Nothing of the dead is left, and no chunk came by another stream than its own."""
-        self.ends["receive"].wait("taken", len(self.ends["receive"].lines))
+        self.flow()
         folder = Folder(self.deployment, self.folder)
         try:
             names = folder.names(SENDER) + folder.names(BELL)

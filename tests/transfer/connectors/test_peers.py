@@ -177,6 +177,23 @@ def test_a_receiver_that_breaks_the_protocol_loses_its_link_and_stops_its_stream
     stranger.sock.close()
 
 
+def test_a_stage_whose_last_process_died_stops_also_streams_that_it_had_not_asked_for(
+    bench: Bench, folder: Folder
+) -> None:
+    sender, events = bench.told()
+    sender.put("0", "1", "s_0", 1, Mark(1))
+    sender.put("0", "1", "ended_0", 1, Mark(1, terminal=True))
+    first, second = receiver(folder), receiver(folder)
+    for stranger in (first, second):
+        assert isinstance(stranger.next(), Hello)
+    first.sock.close()
+    until(lambda: sender.statistics().peers == 1, "one is gone")
+    assert sender._pending_keys == {"s_0", "ended_0"}
+    second.sock.close()
+    assert "its process ended" in events.wait("stopped", "s")[2]
+    assert sender._pending_keys == {"ended_0"}
+
+
 @pytest.mark.parametrize("messages", [[Consumed(3, 0)], [Returned(77)], [Unwatch(3, Leave.STOP, "")], [Goodbye("")]])
 def test_what_may_have_crossed_another_message_is_minded_by_nobody(
     bench: Bench, folder: Folder, messages: list[Message]

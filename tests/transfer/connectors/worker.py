@@ -5,6 +5,7 @@ Prints one line for each thing that matters to who started it. A chunk says whic
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import sys
@@ -56,7 +57,12 @@ def send(connector: SharedMemoryConnector, dice: random.Random) -> None:
             continue
         slot = dice.choice(free)
         number, size = at[slot], dice.choice(SIZES)
-        data = {"stream": slot, "number": number, "x": Tensor("uint8", (size,), bytes([slot]) * size)}
+        data = {
+            "from": os.getpid(),
+            "stream": slot,
+            "number": number,
+            "x": Tensor("uint8", (size,), bytes([slot]) * size),
+        }
         try:
             connector.put("0", "1", f"s{slot}_{number}", data, Mark(begun[slot], number == CHUNKS - 1))
         except WouldBlock:
@@ -91,7 +97,7 @@ def receive(connector: SharedMemoryConnector) -> None:
                 due[name] += 1
                 taken += 1
                 if taken % 100 == 0:
-                    say("taken")
+                    say(f"taken from {data['from']}")
                 if due[name] == CHUNKS:
                     due[name] = 0
                     connector.watch("0", "1", name)

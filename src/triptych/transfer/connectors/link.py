@@ -48,6 +48,7 @@ class Link(Peer):
         self.pid = 0
         self.greeted = False
         self.closed = False
+        self.ended = False  # from the other side
         self.farewell = ""  # what the peer said when it closed
         self.carrier: Any = None  # the carrier's own: what it shares with this peer
         self.deadline: Timer | None = None  # of its greeting

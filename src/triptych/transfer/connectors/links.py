@@ -51,6 +51,8 @@ class Links(ABC):
     """Links, and the streams that go over them, under one lock."""
 
     kind = "connector"
+    mortal = False
+    """A link that ends without a farewell means that its process has ended, and not that a network has."""
 
     def __init__(self, stage_id: int, store: Store, credit: Credit, limits: Limits) -> None:
         self.stage_id = stage_id
@@ -152,6 +154,7 @@ class Links(ABC):
                     return
                 messages = link.read()
                 if messages is None:
+                    link.ended = True
                     self._lose(link, link.farewell or "its process ended")
                     return
                 for message in messages:
@@ -164,6 +167,7 @@ class Links(ABC):
             _LOG.warning("%s of %s broke the protocol: %s", self.kind, link.name, error)
             self._lose(link, f"it broke the protocol: {error}")
         except OSError as error:
+            link.ended = True
             self._lose(link, link.farewell or self._broke(error))
 
     def _handle(self, link: Link, message: Message) -> None:
@@ -236,6 +240,9 @@ class Links(ABC):
             self._inbound.lost(link, f"{link.name}: {reason}", others=others)
         else:
             self._outbound.lost(link, f"{link.name}: {reason}")
+            others = any(not other.to_sender and other.stage == link.stage for other in self._links)
+            if self.mortal and link.greeted and link.ended and not link.farewell and not others:
+                self._outbound.orphaned(link.stage, f"{link.name}: {reason}")
         self._lost(link)
         self._answered.notify_all()
 

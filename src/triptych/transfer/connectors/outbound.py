@@ -437,9 +437,9 @@ class Outbound:
             self._forget(stream)
             return
         watching = stream.watching
-        assert watching is not None
-        del watching.peer.watches[watching.number]
-        watching.stream = stream.watching = None
+        if watching is not None:
+            del watching.peer.watches[watching.number]
+            watching.stream = stream.watching = None
         self._bury(stream)
         if act is SendAct.REPORT:
             stream.blocked = False
@@ -468,6 +468,12 @@ class Outbound:
             raise WireError(f"memory of chunk {number} came back before the chunk was consumed")
         del peer.loans[number]
         self._free(loan.stream, loan.stored)
+
+    def orphaned(self, stage: str, reason: str) -> None:
+        """No process of a stage is left, and the last one died: nobody will ask for what it has not asked for yet."""
+        for stream in list(self.streams.values()):
+            if stream.stage == stage and stream.watching is None and stream.life.state is Sending.OPEN:
+                self._end_by_peer(stream, SendEvent.STOP, reason)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A peer is gone, and reads nothing any more."""

@@ -115,6 +115,7 @@ class SharedMemoryConnector(Hub):
     """See the module's text."""
 
     kind = "shm"
+    mortal = True
     align = ALIGN
 
     def __init__(self, config: Mapping[str, Any]) -> None:
