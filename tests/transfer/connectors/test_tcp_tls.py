@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import threading
@@ -190,21 +191,28 @@ def test_what_tls_lacks_is_said(papers: Papers, tmp_path: Path) -> None:
 # -- what stands between
 
 
-def pump(source: socket.socket, to: socket.socket, seen: bytearray) -> None:
+def exchange(a: socket.socket, b: socket.socket, seen: bytearray) -> None:
+    """Pass on what comes, either way, until one of them ends. On one thread: a TLS connection is not for two."""
+    for sock in (a, b):
+        sock.setblocking(False)
     with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            seen += data
-            to.sendall(data)
-    for sock in (source, to):
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+        while True:
+            ready = [s for s in (a, b) if isinstance(s, ssl.SSLSocket) and s.pending()]
+            for sock in ready or select.select([a, b], [], [])[0]:
+                try:
+                    data = sock.recv(1 << 16)
+                except (BlockingIOError, ssl.SSLWantReadError):
+                    continue  # readable, and nothing for us: TLS has things of its own to say
+                if not data:
+                    return
+                seen += data
+                (b if sock is a else a).sendall(data)
 
 
 @contextlib.contextmanager
 def relay(port: int, wrap: Any = None) -> Iterator[tuple[int, bytearray]]:
     """Passes one connection on; its port, and all bytes that went through."""
     seen = bytearray()
-    threads: list[threading.Thread] = []
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -215,22 +223,18 @@ def relay(port: int, wrap: Any = None) -> Iterator[tuple[int, bytearray]]:
                 outer = socket.create_connection(("127.0.0.1", port))
                 with inner, outer:
                     a, b = (inner, outer) if wrap is None else wrap(inner, outer)
-                    back = threading.Thread(target=pump, args=(b, a, seen))
-                    back.start()
-                    pump(a, b, seen)
-                    back.join(10)
-                    a.close()
-                    b.close()
+                    with a, b:
+                        exchange(a, b, seen)
 
-        threads.append(threading.Thread(target=serve))
-        threads[0].start()
+        thread = threading.Thread(target=serve)
+        thread.start()
         try:
             yield listener.getsockname()[1], seen
         finally:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
-            threads[0].join(10)
-            assert not threads[0].is_alive()
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def tap(port: int) -> Any:
