@@ -151,8 +151,7 @@ def test_a_window_of_none_is_no_window() -> None:
     [
         (None, {}, "ACCEPT"),
         ({}, {}, "ACCEPT"),
-        ({"cancelled": True}, {}, "ANEW"),
-        ({"cancelled": True, "terminal_pending": True}, {}, "DRAINING"),
+        ({"cancelled": True}, {}, "DRAINING"),
         ({"terminal_pending": True}, {}, "DRAINING"),
         ({"terminal_pending": True}, {"terminal": True}, "DRAINING"),
         ({"segment": 2}, {"generation": 1}, "LATE"),
