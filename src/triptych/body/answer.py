@@ -8,11 +8,12 @@ from typing import Final
 import msgspec
 
 from triptych.body.edit import Splice, apply
+from triptych.body.request import HANDLES
 from triptych.body.scan import BodyError, Hint, Member, Scanner, check_utf8, validate_object
 
 
 class _Handles(msgspec.Struct, gc=False):
-    """The two members that tell handles; msgspec finds their values while it validates."""
+    """The members that tell handles (`HANDLES`); msgspec finds their values while it validates."""
 
     ec_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -97,10 +98,6 @@ def merge_handles(handles: Iterable[bytes | None]) -> bytes | None:
         for key, member in own.items():
             merged.setdefault(key, member)
     return b"{" + b",".join(merged.values()) + b"}" if merged else None
-
-
-HANDLES: Final = _Handles.__struct_fields__
-"""Members of an engine's answer that a client has no use for."""
 
 
 def null_splices(answer: bytes) -> list[Splice]:

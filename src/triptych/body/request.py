@@ -85,9 +85,10 @@ class RequestBody:
         self.at = raw.index(b"{")
         self.top, self.end = self.scanner.members(self.at, self.policy.rules, self.hint)
         top = self.top
-        self._found = index = {member.key: member for member in top}
+        index = {member.key: member for member in top}
         if len(index) != len(top) or STRIPPED in index:
-            index = self._duplicates()
+            index = self._without_duplicates()
+        self._found = index
         xargs = index.get("vllm_xargs")
         if xargs is not None and raw[xargs.value] == 0x7B:
             inner, _ = self.scanner.members(xargs.value, self.policy.rules)
@@ -99,8 +100,8 @@ class RequestBody:
         found = self._found
         return self._scan() if found is None else found
 
-    def _duplicates(self) -> dict[str, Member]:
-        """Refuse a second copy of an owned key; take runs of stripped members out of the index."""
+    def _without_duplicates(self) -> dict[str, Member]:
+        """The index without runs of stripped members. Raises BodyError for a second copy of an owned key."""
         index: dict[str, Member] = {}
         for member in self.top:
             key = member.key
@@ -110,7 +111,6 @@ class RequestBody:
                 raise BodyError(f'duplicate top-level key "{key}" in request body', param=key)
             else:
                 index[key] = member
-        self._found = index
         return index
 
     def __repr__(self) -> str:

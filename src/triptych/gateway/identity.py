@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from triptych.gateway.endpoints import Api
 from triptych.gateway.errors import ApiError
-from triptych.http.head import Header
+from triptych.http.head import Header, find
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -44,7 +44,7 @@ _NOT_IN_ANSWERS = HOP_BY_HOP | {b"x-request-id"}
 
 def request_id(headers: Sequence[Header], rng: random.Random) -> str:
     """The client's `X-Request-Id` if it has the accepted form, else one of ours: unlikely to repeat, no secret."""
-    given = _first(headers, b"x-request-id")
+    given = find(headers, b"x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
     return f"{rng.getrandbits(128):032x}"
@@ -76,18 +76,18 @@ class Keyring:
                 reason="unauthorized",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
-        named = _first(headers, self._tenant_header) if self._tenant_header else None
+        named = find(headers, self._tenant_header) if self._tenant_header else None
         return digest if named is None else _digest(digest + b"\0" + named)
 
 
 def client_key(headers: Sequence[Header], api: Api) -> bytes | None:
     """The API key that the client shows: a bearer token, or on `/v1/messages` `x-api-key`."""
-    authorization = _first(headers, b"authorization")
+    authorization = find(headers, b"authorization")
     if authorization is not None:
         scheme, _, token = authorization.partition(b" ")
         if scheme.lower() == b"bearer" and token.strip():
             return token.strip()
-    return _first(headers, b"x-api-key") if api == "messages" else None
+    return find(headers, b"x-api-key") if api == "messages" else None
 
 
 class LegHeaders:
@@ -121,13 +121,6 @@ def _named_by_connection(headers: Sequence[Header]) -> frozenset[bytes]:
     if not named:
         return _NOTHING
     return frozenset(token.strip().lower() for value in named for token in value.split(b","))
-
-
-def _first(headers: Sequence[Header], name: bytes) -> bytes | None:
-    for n, v in headers:
-        if n == name:
-            return v
-    return None
 
 
 def _digest(data: bytes) -> bytes:

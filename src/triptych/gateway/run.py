@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from triptych.body.answer import AnswerError, top_level_object
 from triptych.gateway.encode import EncodeStage
@@ -80,9 +81,7 @@ class Run:
                 await self._encode(prefill or final)
             if prefill is None:
                 final.body = self.bodies.final({}, consumer=True)
-                return await answer(
-                    self.tools, self.request, self.endpoint, self.deployment, self.timeline, final, self.own_headers
-                )
+                return await self._answer(final)
             context = KvContext(
                 self.request_id,
                 plan.prefill.settings,  # type: ignore[union-attr]
@@ -194,10 +193,9 @@ class Run:
         raw_media = not (takes_encoder_output or has_kv)
         return self.bodies.final(members, consumer=takes_encoder_output, raw_media=raw_media)
 
-    async def _answer(self, leg: Leg) -> Outcome:
-        return await answer(
-            self.tools, self.request, self.endpoint, self.deployment, self.timeline, leg, self.own_headers
-        )
+    def _answer(self, leg: Leg) -> Coroutine[Any, Any, Outcome]:
+        # Not a coroutine of its own: each is one more to pass through with every wake-up of a request.
+        return answer(self.tools, self.request, self.endpoint, self.deployment, self.timeline, leg, self.own_headers)
 
     @property
     def _gateway_key(self) -> bool:

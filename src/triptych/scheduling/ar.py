@@ -9,7 +9,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from triptych.scheduling.chunks import ChunkScheduling, is_streamed
+from triptych.scheduling.chunks import ChunkScheduling
+from triptych.transfer.adapter.loops import is_streamed
 
 
 class AutoregressiveStage(ChunkScheduling):

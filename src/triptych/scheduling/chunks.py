@@ -20,6 +20,7 @@ from triptych.scheduling.output import StageRequestData
 from triptych.scheduling.status import register_status
 from triptych.scheduling.wake import engine_core, waker
 from triptych.transfer.adapter.adapter import ChunkTransferAdapter
+from triptych.transfer.adapter.loops import is_streamed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Base
@@ -57,11 +58,6 @@ class WaitingQueues:
         self._scheduler.waiting.remove_requests(gone)
         self._scheduler.kv_holding_waiting.remove_requests(gone)
         self._scheduler.deferred_waiting.difference_update(gone)
-
-
-def is_streamed(request: Any) -> bool:
-    """Whether the request belongs to a stream, so that chunks are sent for it, or waited for."""
-    return getattr(request, "external_req_id", None) is not None
 
 
 class ChunkScheduling(_Base):  # type: ignore[misc]
@@ -252,12 +248,13 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         adapter = self.chunk_transfer_adapter
         if not adapter.has_news():
             return
-        late = f"stage {self._stage.id} waited more than {self._stage.chunk_timeout} s for stage {self._stage.id - 1}"
+        stage = self._stage
+        late = f"stage {stage.id} waited more than {stage.chunk_timeout} s for stage {stage.id - 1}"
         found = [
             adapter.collect_failed_receive_request_ids(),
             adapter.collect_failed_send_request_ids(),
             adapter.collect_stopped_request_ids(),
-            dict.fromkeys(adapter.collect_timed_out_request_ids(self._stage.chunk_timeout), late),
+            dict.fromkeys(adapter.collect_timed_out_request_ids(), late),
         ]
         for reasons in found:
             for request_id, reason in reasons.items():

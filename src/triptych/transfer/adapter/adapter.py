@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
 
-from triptych.transfer.adapter.loops import nobody, streams
+from triptych.transfer.adapter.loops import is_streamed, nobody
 from triptych.transfer.adapter.lot import Lane
 from triptych.transfer.adapter.receiver import ReceiverStream
 from triptych.transfer.adapter.receiving import Receiving
@@ -238,7 +238,7 @@ class ChunkTransferAdapter(Sending, Receiving):
     def _process(self, waiting: Any, running: list[Any], known: dict[str, Any] | None) -> None:
         waits = RequestStatus["WAITING_FOR_CHUNK"]
         # Running requests come into the window first.
-        outside = [r for r in running if streams(r) and not self._lot.ensure_active(r)]
+        outside = [r for r in running if is_streamed(r) and not self._lot.ensure_active(r)]
         if outside:
             self._lot.held.extend(outside)
             running[:] = [r for r in running if r not in self._lot.held]
@@ -262,7 +262,7 @@ class ChunkTransferAdapter(Sending, Receiving):
     def _parks(self, request: Any, target: Any, lane: Lane, waits: Any) -> bool:
         """Decide for one request of a queue: True if it was parked in the lane, False if it stays."""
         request_id = request.request_id
-        if not streams(request) or (request.status != waits and request.status not in PARKABLE):
+        if not is_streamed(request) or (request.status != waits and request.status not in PARKABLE):
             return False
         if not self._lot.ensure_active(request):
             lane.append(request)
@@ -308,7 +308,7 @@ class ChunkTransferAdapter(Sending, Receiving):
         limit = self._settings.timing.hold_backlog
         with self._sender_state_lock:
             relieved, self._senders.relieved = self._senders.relieved, set()
-            stalled = [r for r in running if streams(r) and self._senders.hold(r.external_req_id, limit)]
+            stalled = [r for r in running if is_streamed(r) and self._senders.hold(r.external_req_id, limit)]
         with self._receiver_lock:
             self._lot.stalled.extend(stalled)
             if stalled:

@@ -26,7 +26,7 @@ def nobody() -> None:
     """The wake-up of an adapter whose scheduler does not sleep."""
 
 
-def streams(request: Any) -> bool:
+def is_streamed(request: Any) -> bool:
     """Whether a request takes part: an external id names its streams. Others go through a stage as they came."""
     return getattr(request, "external_req_id", None) is not None
 

@@ -59,14 +59,13 @@ def prepare(request: Any, payload: dict[str, Any], number: int, window: Window, 
     """What the receive thread notes of chunk `number`; it changes nothing. Raises ValueError for a wrong payload."""
     meta, ids = section(payload, "meta"), section(payload, "ids")
     resumable = bool(request.resumable)
-    wanted, limit = positive(meta.get("next_stage_prompt_len")) or 0, max_model_len or LONGEST
-    if wanted > limit:
-        raise ValueError(f"next_stage_prompt_len={wanted} is more than the context holds: max_model_len={limit}")
-    length = positive(meta.get("next_stage_prompt_len")) if window.previous else None
+    length, limit = positive(meta.get("next_stage_prompt_len")), max_model_len or LONGEST
+    if length is not None and length > limit:
+        raise ValueError(f"next_stage_prompt_len={length} is more than the context holds: max_model_len={limit}")
     replaces = meta.get("replace_streaming_prompt") is True
     # Real tokens are the prompt itself, so the first chunk's count as well.
     extends = bool(ids.get("tokens")) or (resumable and (replaces or number > 0))
-    return PendingUpdate(request, payload, extends, length, resumable)
+    return PendingUpdate(request, payload, extends, length if window.previous else None, resumable)
 
 
 def publish(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from triptych.transfer.adapter.loops import TransferLoops, at_edge, streams
+from triptych.transfer.adapter.loops import TransferLoops, at_edge, is_streamed
 from triptych.transfer.adapter.publish import truthy
 from triptych.transfer.adapter.sender import (
     Admission,
@@ -78,7 +78,7 @@ class Sending(TransferLoops):
         A chunk that comes too late for its segment, or repeats computed tokens, is dropped. One whose external id is
         still being drained by a generation before is a send failure of this request.
         """
-        if not self._settings.enabled or self._settings.role == "receiver" or not streams(request):
+        if not self._settings.enabled or self._settings.role == "receiver" or not is_streamed(request):
             return
         finished = force_request_finished or bool(request.is_finished() and not request.resumable)
         if segment_generation is None:
