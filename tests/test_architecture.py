@@ -23,7 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": {"http", "body", "config"},
     "engine": set(),
     "transfer": set(),
-    "scheduling": {"transfer", "processors"},
+    "scheduling": {"transfer", "processors", "engine"},
+    "stage": {"engine", "models", "scheduling"},
+    "families": {"models", "processors", "stage", "transfer"},
     "processors": {"transfer"},
     "launch": {"config", "gateway", "engine", "models"},
     "sim": {"http"},
@@ -35,7 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY = {"gateway": {"settings"}, "engine": {"check", "light"}}
 
 # What runs inside vLLM's processes, and nowhere else.
-IN_ENGINES = ("engine/", "scheduling/", "processors/", "transfer/adapter/", "transfer/tensors.py")
+IN_ENGINES = (
+    "engine/",
+    "scheduling/",
+    "processors/",
+    "stage/",
+    "families/",
+    "transfer/adapter/",
+    "transfer/tensors.py",
+)
 ENGINE_ONLY = {"torch", "vllm", "transformers", "safetensors", "tokenizers", "torchvision", "nixl"}
 EXTRAS = {"openai": "demo"}
 DISTRIBUTIONS = {

@@ -143,7 +143,7 @@ def test_command_writes_and_prints_where(tmp_path: Path) -> None:
 def test_command_lists_the_kinds() -> None:
     result = CliRunner().invoke(models, ["tiny", "--list"])
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.splitlines()] == ["image", "audio", "image-raw"]
+    assert [line.split()[0] for line in result.output.splitlines()] == ["image", "audio", "image-raw", "omni"]
 
 
 @pytest.mark.parametrize(
@@ -159,3 +159,16 @@ def test_command_says_what_is_wrong(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(models, arguments)
     assert result.exit_code != 0
     assert message in result.output
+
+
+def test_a_family_has_a_model_for_each_stage_and_is_replaced_whole(tmp_path: Path) -> None:
+    directory = tiny.write_tiny("omni", tmp_path / "model")
+    assert {path.name for path in directory.iterdir() if path.is_dir()} == {"thinker", "talker", "codec"}
+    for stage in ("thinker", "talker", "codec"):
+        header(directory / stage / "model.safetensors")
+        assert json.loads((directory / stage / "config.json").read_text())["architectures"]
+    before = (directory / "talker" / "model.safetensors").stat().st_mtime_ns
+    tiny.write_tiny("omni", directory)
+    assert (directory / "talker" / "model.safetensors").stat().st_mtime_ns == before
+    tiny.write_tiny("image", directory)
+    assert not (directory / "talker").exists()

@@ -47,7 +47,7 @@ class Recipe:
     metadata: bool = True
 
 
-def _text_config(specials: Sequence[str], bos: str, eos: str, **more: Any) -> dict[str, Any]:
+def text_config(specials: Sequence[str], bos: str, eos: str, **more: Any) -> dict[str, Any]:
     return {
         "hidden_size": WIDTH,
         "intermediate_size": _FFN,
@@ -65,7 +65,7 @@ def _text_config(specials: Sequence[str], bos: str, eos: str, **more: Any) -> di
     }
 
 
-def _text_tensors(body: str, head: str, specials: Sequence[str], *, biases: bool) -> Iterator[Tensor]:
+def text_tensors(body: str, head: str, specials: Sequence[str], *, biases: bool) -> Iterator[Tensor]:
     """The text model under the prefix `body`, its output layer under `head`.
 
     Only words can win a greedy choice: rows of special tokens and bytes are zero in the output layer, so that an answer
@@ -111,7 +111,7 @@ _CHAT_TEMPLATE = """\
 {% endif %}"""
 
 
-def _chat_template(is_media: str, placeholder: str) -> str:
+def chat_template(is_media: str, placeholder: str) -> str:
     """ChatML over OpenAI content parts; `is_media` is a Jinja condition on the part `c`."""
     return _CHAT_TEMPLATE.replace("IS_MEDIA", is_media).replace("PLACEHOLDER", placeholder)
 
@@ -144,13 +144,13 @@ def _image() -> Recipe:
         yield from _norm("visual.merger.ln_q")
         yield from _dense("visual.merger.mlp.0", wide, wide)
         yield from _dense("visual.merger.mlp.2", WIDTH, wide, gain=3.0)
-        yield from _text_tensors("model.", "lm_head.weight", specials, biases=True)
+        yield from text_tensors("model.", "lm_head.weight", specials, biases=True)
 
     return Recipe(
         kind="image",
         summary="Qwen2-VL shape: images, publishes placeholder metadata (image_grid_thw)",
         specials=specials,
-        chat_template=_chat_template(
+        chat_template=chat_template(
             "c['type'] == 'image' or 'image' in c or 'image_url' in c",
             "<|vision_start|><|image_pad|><|vision_end|>",
         ),
@@ -163,7 +163,7 @@ def _image() -> Recipe:
             "vision_start_token_id": specials.index("<|vision_start|>"),
             "vision_end_token_id": specials.index("<|vision_end|>"),
             "tie_word_embeddings": False,
-            "text_config": _text_config(
+            "text_config": text_config(
                 specials,
                 "<|im_start|>",
                 "<|im_end|>",
@@ -231,19 +231,19 @@ def _audio() -> Recipe:
             yield from _norm(f"{at}final_layer_norm")
         yield from _norm(f"{tower}layer_norm")
         yield from _dense("multi_modal_projector.linear", WIDTH, WIDTH, gain=2.0)
-        yield from _text_tensors("language_model.model.", "language_model.lm_head.weight", specials, biases=True)
+        yield from text_tensors("language_model.model.", "language_model.lm_head.weight", specials, biases=True)
 
     return Recipe(
         kind="audio",
         summary="Qwen2-Audio shape: audio clips, publishes placeholder metadata (audio_num_tokens)",
         specials=specials,
-        chat_template=_chat_template("'audio' in c['type']", "<|audio_bos|><|AUDIO|><|audio_eos|>\n"),
+        chat_template=chat_template("'audio' in c['type']", "<|audio_bos|><|AUDIO|><|audio_eos|>\n"),
         config={
             "architectures": ["Qwen2AudioForConditionalGeneration"],
             "model_type": "qwen2_audio",
             "dtype": "float32",
             "audio_token_index": specials.index("<|AUDIO|>"),
-            "text_config": _text_config(
+            "text_config": text_config(
                 specials,
                 "<|im_start|>",
                 "<|im_end|>",
@@ -313,13 +313,13 @@ def _image_raw() -> Recipe:
             yield from _dense(f"{at}mlp.fc2", WIDTH, _FFN)
         yield from _norm(f"{tower}post_layernorm")
         yield linear("model.connector.modality_projection.proj.weight", WIDTH, WIDTH * scale * scale, gain=1.5)
-        yield from _text_tensors("model.text_model.", "lm_head.weight", specials, biases=False)
+        yield from text_tensors("model.text_model.", "lm_head.weight", specials, biases=False)
 
     return Recipe(
         kind="image-raw",
         summary="Idefics3 shape: images, publishes no metadata (the consumer always gets the raw media)",
         specials=specials,
-        chat_template=_chat_template("c['type'] == 'image'", "<image>"),
+        chat_template=chat_template("c['type'] == 'image'", "<image>"),
         config={
             "architectures": ["Idefics3ForConditionalGeneration"],
             "model_type": "idefics3",
@@ -328,7 +328,7 @@ def _image_raw() -> Recipe:
             "pad_token_id": specials.index("<|endoftext|>"),
             "scale_factor": scale,
             "tie_word_embeddings": False,
-            "text_config": _text_config(
+            "text_config": text_config(
                 specials,
                 "<|im_start|>",
                 "<|im_end|>",

@@ -7,9 +7,11 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from triptych.models.families import families
 from triptych.models.recipes import CONTEXT, Recipe, recipes
 from triptych.models.tokenizer import tokenizer_json
 from triptych.models.weights import write_safetensors
@@ -22,21 +24,21 @@ _STAMP = "triptych-tiny.json"
 
 def kinds() -> dict[str, str]:
     """Each kind of tiny model with one line about it."""
-    return {kind: recipe.summary for kind, recipe in recipes().items()}
+    spoken = {name: family.summary for name, family in families().items() if family.tiny is not None}
+    return {kind: recipe.summary for kind, recipe in recipes().items()} | spoken
 
 
 def write_tiny(kind: str, directory: Path | str) -> Path:
-    """Write the tiny model `kind` to `directory` and return its absolute path.
+    """Write the tiny model `kind` to `directory` and return its absolute path; of a family, each stage's model to a
+    directory below it that has the stage's name.
 
     Does nothing where the same model is there already and replaces one of another kind or recipe. A directory with
     other content raises FileExistsError. The directory appears whole or not at all, so an interrupted run leaves
     nothing that looks like a model. Raises ValueError for an unknown kind.
     """
-    recipe = recipes().get(kind)
-    if recipe is None:
-        raise ValueError(f"unknown kind of tiny model {kind!r}, there are: {', '.join(recipes())}")
+    parts = _parts(kind)
     target = Path(directory).absolute()
-    stamp = {"kind": kind, "recipe": _fingerprint(recipe)}
+    stamp = {"kind": kind, "recipe": _fingerprint(parts)}
     if _stamp_of(target) == stamp:
         return target
     if target.exists() and _stamp_of(target) is None and (not target.is_dir() or any(target.iterdir())):
@@ -46,11 +48,25 @@ def write_tiny(kind: str, directory: Path | str) -> Path:
     scratch = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
-        _write_files(recipe, scratch, stamp)
+        for part, recipe in parts.items():
+            (scratch / part).mkdir(exist_ok=True)
+            _write_files(recipe, scratch / part)
+        (scratch / _STAMP).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
         _swap_in(scratch, target, stamp)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _parts(kind: str) -> Mapping[str, Recipe]:
+    """The recipes of a kind by directory. Raises ValueError for an unknown kind."""
+    recipe = recipes().get(kind)
+    if recipe is not None:
+        return {"": recipe}
+    family = families().get(kind)
+    if family is None or family.tiny is None:
+        raise ValueError(f"unknown kind of tiny model {kind!r}, there are: {', '.join(kinds())}")
+    return family.tiny()
 
 
 def _swap_in(scratch: Path, target: Path, stamp: dict[str, str]) -> None:
@@ -83,7 +99,7 @@ def _documents(recipe: Recipe) -> dict[str, dict[str, Any]]:
         "tokenizer.json": tokenizer_json(recipe.specials),
         "tokenizer_config.json": {
             "tokenizer_class": recipe.tokenizer_class,
-            "processor_class": recipe.processor_class,
+            **({"processor_class": recipe.processor_class} if recipe.processor_class else {}),
             "eos_token": end,
             "pad_token": pad,
             "extra_special_tokens": list(recipe.specials),
@@ -95,19 +111,17 @@ def _documents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     }
 
 
-def _fingerprint(recipe: Recipe) -> str:
+def _fingerprint(parts: Mapping[str, Recipe]) -> str:
     """Changes whenever anything that would be written changes."""
-    content = [
-        _SEED,
-        _documents(recipe),
-        recipe.chat_template,
-        [(t.name, t.shape, t.std, t.fill, t.silent) for t in recipe.tensors],
-    ]
+    content: list[Any] = [_SEED]
+    for part, recipe in parts.items():
+        tensors = [(t.name, t.shape, t.std, t.fill, t.silent) for t in recipe.tensors]
+        content += [part, _documents(recipe), recipe.chat_template, tensors]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write_files(recipe: Recipe, directory: Path, stamp: dict[str, str]) -> None:
-    for name, document in {**_documents(recipe), _STAMP: stamp}.items():
+def _write_files(recipe: Recipe, directory: Path) -> None:
+    for name, document in _documents(recipe).items():
         (directory / name).write_text(json.dumps(document, indent=1, ensure_ascii=False), encoding="utf-8")
     (directory / "chat_template.jinja").write_text(recipe.chat_template, encoding="utf-8")
     with (directory / "model.safetensors").open("wb") as file:

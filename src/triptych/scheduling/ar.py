@@ -47,24 +47,9 @@ class AutoregressiveStage(ChunkScheduling):
         """vLLM's own, then a chunk for the next stage of everything that came out, ends of segments included."""
         scheduled = {rid: self.requests.get(rid) for rid in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._stage.sends:
-            for of_client in list(outputs.values()):
-                for output in of_client.outputs:
-                    request = scheduled.get(output.request_id)
-                    if request is not None and is_streamed(request):
-                        self._send_on(request, output)
+        self._send_on(outputs, scheduled)
         self._end_failed(outputs)
         return outputs
-
-    def _send_on(self, request: Request, output: Any) -> None:
-        """Queue what the step produced for this request. A stop that does not end it is the end of a segment."""
-        stopped = output.finish_reason is not None
-        self.chunk_transfer_adapter.save_async(
-            output.pooling_output,
-            request,
-            is_segment_finished=stopped and not request.is_finished() and getattr(request, "resumable", False) is True,
-            new_token_ids=output.new_token_ids,
-        )
 
 
 class ARScheduler(AutoregressiveStage, Scheduler):  # type: ignore[misc]

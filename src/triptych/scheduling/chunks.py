@@ -8,13 +8,15 @@ nothing else to do its engine core sleeps until the adapter wakes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from triptych.engine.seams import SCHEDULING, require
 from triptych.scheduling.config import StageConfig, adapter_config, stage_config, stream_of
 from triptych.scheduling.output import StageRequestData
 from triptych.scheduling.status import register_status
@@ -28,6 +30,7 @@ else:
     _Base = object
 
 _LOG: Final = logging.getLogger(__name__)
+_UNSENT: Final = "unsent_outputs"  # of a request whose stage sends everything at its end
 
 
 class WaitingQueues:
@@ -74,7 +77,9 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
     _by_stream: dict[str, str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's arguments. Raises ValueError for a wrong stage configuration, ConnectorError, EngineCoreNotFound."""
+        """vLLM's arguments. Raises ValueError for a wrong stage configuration, ConnectorError, EngineCoreNotFound,
+        SeamError."""
+        require(SCHEDULING)
         super().__init__(*args, **kwargs)
         register_status()
         self._stage = stage_config(self.vllm_config.additional_config)
@@ -240,6 +245,44 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         for request in begun:
             request.status = RequestStatus.RUNNING
         return begun
+
+    # --- what a step has made
+
+    def _send_on(self, outputs: dict[int, EngineCoreOutputs], scheduled: Mapping[str, Request | None]) -> None:
+        """Queue for the next stage what a step produced. What the stage's model said is for that stage only: clients
+        get tokens and the end."""
+        for of_client in outputs.values():
+            kept = []
+            for output in of_client.outputs:
+                request = scheduled.get(output.request_id)
+                if request is not None and is_streamed(request):
+                    if self._stage.sends:
+                        self._send(request, output)
+                    output.pooling_output = None
+                    if not output.new_token_ids and output.finish_reason is None:
+                        continue
+                kept.append(output)
+            of_client.outputs = kept
+
+    def _send(self, request: Request, output: EngineCoreOutput) -> None:
+        """One output. A stop that does not end the request is the end of a segment."""
+        stopped = output.finish_reason is not None
+        if not self._stage.overlap and not stopped:
+            # The request as it is now, so that it does not look finished when this is sent.
+            held: list[Any] = vars(request).setdefault(_UNSENT, [])
+            held.append((output.pooling_output, copy(request), output.new_token_ids))
+            return
+        self._send_held(request)
+        self.chunk_transfer_adapter.save_async(
+            output.pooling_output,
+            request,
+            is_segment_finished=stopped and not request.is_finished() and getattr(request, "resumable", False) is True,
+            new_token_ids=output.new_token_ids,
+        )
+
+    def _send_held(self, request: Request) -> None:
+        for said, state, tokens in vars(request).pop(_UNSENT, ()):
+            self.chunk_transfer_adapter.save_async(said, state, new_token_ids=tokens)
 
     # --- failures
 

@@ -24,17 +24,21 @@ class ConnectorConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StageConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """One stage. `role`: whether it sends, receives, or both; `processor` makes its chunks ("module:function" or an
-    entry point); `window`: how many streams it receives at once, 0 for all; `chunk_timeout`: seconds that a request
-    waits for a chunk before it fails, 0 for ever."""
+    """One stage. `name`: for messages; `role`: whether it sends, receives, or both; `processor` makes its chunks
+    ("module:function" or an entry point); `window`: how many streams it receives at once, 0 for all; `chunk_timeout`:
+    seconds that a request waits for a chunk before it fails, 0 for ever; `take`: what its worker takes from a model
+    that says nothing of its own; `overlap`: false where it sends nothing before it has made everything."""
 
     id: int
     role: Literal["sender", "receiver", "both"]
+    name: str = ""
     worker: Literal["ar", "generation"] = "ar"
     connector: ConnectorConfig = msgspec.field(default_factory=ConnectorConfig)
     processor: str | None = None
     window: int = 0
     chunk_timeout: float = 600.0
+    take: Literal["hidden"] | None = None
+    overlap: bool = True
 
     @property
     def sends(self) -> bool:

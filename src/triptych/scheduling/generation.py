@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from triptych.scheduling.chunks import ChunkScheduling
+from triptych.transfer.adapter.loops import is_streamed
 
 
 class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
@@ -47,6 +48,7 @@ class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         computed = [r for r in scheduled.values() if r is not None and r.num_computed_tokens >= r.num_prompt_tokens]
         ended = [request for request in computed if self._ends(request)]
+        self._send_on(outputs, scheduled)
         ended += [request for request in self._pending_finish_reqs if request not in ended]
         self._pending_finish_reqs = []
         for request in ended:
@@ -68,12 +70,22 @@ class GenerationScheduler(ChunkScheduling, Scheduler):  # type: ignore[misc]
         return False
 
     def _finish(self, request: Request, outputs: dict[int, EngineCoreOutputs]) -> None:
+        adapter = self.chunk_transfer_adapter
         request.status = RequestStatus.FINISHED_STOPPED
         reason = request.get_finished_reason()
+        sends = self._stage.sends is True and is_streamed(request)
+        if sends:
+            # Behind the last chunk: whether there was one in this step, only the model knew.
+            self._send_held(request)
+            over = request.request_id in adapter.upstream_exhausted_requests
+            adapter.save_async(None, request, is_segment_finished=not over, force_request_finished=over)
         parameters = None
         if self._handle_stopped_request(request):
             parameters, _ = self._free_request(request)
-            self.chunk_transfer_adapter.cleanup(request.request_id, request.external_req_id)
+            if sends:
+                adapter.cleanup_receiver(request.request_id)  # the sending side owes its last chunks
+            else:
+                adapter.cleanup(request.request_id, request.external_req_id)
             self.waiting.remove_requests([request])
         self.running = remove_all(self.running, {request})
         self._emit(

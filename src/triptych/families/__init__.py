@@ -1,0 +1,1 @@
+"""Families of stage models, a folder for each (`triptych.models.families` finds them)."""
