@@ -43,7 +43,10 @@ def test_what_is_no_family_is_named() -> None:
 
 
 def test_looking_for_families_imports_neither_torch_nor_vllm() -> None:
-    code = "import sys; from triptych.models.families import families; families(); print({'torch', 'vllm'} & {*sys.modules})"
+    code = (
+        "import sys; from triptych.models.families import families; families(); "
+        "print({'torch', 'vllm'} & {*sys.modules})"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
