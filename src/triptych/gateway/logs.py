@@ -56,6 +56,10 @@ class _Access(msgspec.Struct, omit_defaults=True):
     error: str = ""
 
 
+_Done = tuple[float, Timeline, str, str, str]
+"""What a request's line is made of: when it was over, its record, its method and path, the client."""
+
+
 class Log:
     """Where lines go, in which form, from which level on."""
 
@@ -79,8 +83,8 @@ class Log:
         self._clock = clock
         self._delay = delay
         self._second = -1
-        self._stamp = ""
-        self._pending: list[bytes] = []
+        self._second_stamp = ""
+        self._pending: list[bytes | _Done] = []
 
     # -- events
 
@@ -102,17 +106,28 @@ class Log:
             return
         kept = {name: _plain(value) for name, value in fields.items() if value is not None}
         if self.json:
-            self._line(_encode({"time": self._now(), "level": level, "event": clean(event), **kept}))
+            self._line(_encode({"time": self._stamp(self._clock()), "level": level, "event": clean(event), **kept}))
         else:
-            words = [self._now(), level.upper().ljust(7), clean(event)]
+            words = [self._stamp(self._clock()), level.upper().ljust(7), clean(event)]
             words += [f"{name}={_quoted(value)}" for name, value in kept.items()]
             self._line(" ".join(words).encode())
 
     def access(self, timeline: Timeline, method: str, path: str, peer: str = "") -> None:
-        """The line of a request that is over. path: without its query; peer: the client's address."""
+        """The line of a request that is over. path: without its query; peer: the client's address.
+
+        Only what it is made of is kept: lines are made when they are written, many in a row, which costs less.
+        """
         if not self._access:
             return
-        t = timeline
+        pending = self._pending
+        pending.append((self._clock(), timeline, method, path, peer))
+        if len(pending) == 1:
+            try:
+                asyncio.get_running_loop().call_later(self._delay, self.flush)
+            except RuntimeError:
+                self.flush()
+
+    def _access_line(self, at: float, t: Timeline, method: str, path: str, peer: str) -> bytes:
         model = t.model
         # Few paths and models occur: nearly all are known, and short and printable.
         if len(method) + len(path) + len(model) > MAX_VALUE or not (method + path + model).isprintable():
@@ -121,7 +136,7 @@ class Log:
         ms = int(t.seconds * 1e4) / 10
         if self.json:
             record = _Access(
-                self._now(),
+                self._stamp(at),
                 "info",
                 "request",
                 t.id,
@@ -139,10 +154,9 @@ class Log:
                 t.reasons,
                 clean(t.error) if t.error else "",
             )
-            self._later(_encode(record))
-            return
+            return _encode(record) + b"\n"
         line = (
-            f"{self._now()} INFO    {method} {path} {t.status} {ms}ms id={t.id} client={peer} plan={t.plan or '-'} "
+            f"{self._stamp(at)} INFO    {method} {path} {t.status} {ms}ms id={t.id} client={peer} plan={t.plan or '-'} "
             f"legs={len(t.legs)} model={_quoted(model) if model else '-'} first={'-' if first is None else first} "
             f"in={t.bytes_in} out={t.bytes_out}"
         )
@@ -150,7 +164,7 @@ class Log:
             line += f" reasons={','.join(t.reasons)}"
         if t.error:
             line += f" error={_quoted(clean(t.error))}"
-        self._later(line.encode())
+        return line.encode() + b"\n"
 
     # -- stdlib
 
@@ -176,32 +190,22 @@ class Log:
         """Write what is pending now."""
         if pending := self._pending:
             self._pending = []
+            lines = [entry if type(entry) is bytes else self._access_line(*entry) for entry in pending]
             try:
-                self._write(b"".join(pending))
+                self._write(b"".join(lines))
             except (OSError, ValueError):  # full pipe, closed stderr: never a reason to fail a request
-                self.dropped += len(pending)
+                self.dropped += len(lines)
 
     def _line(self, line: bytes) -> None:
         self._pending.append(line + b"\n")
         self.flush()
 
-    def _later(self, line: bytes) -> None:
-        """Like `_line`, a moment later, with what comes meanwhile: under load that is one write for many."""
-        pending = self._pending
-        pending.append(line + b"\n")
-        if len(pending) == 1:
-            try:
-                asyncio.get_running_loop().call_later(self._delay, self.flush)
-            except RuntimeError:
-                self.flush()
-
-    def _now(self) -> str:
-        now = self._clock()
+    def _stamp(self, now: float) -> str:
         second = int(now)
         if second != self._second:
             self._second = second
-            self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._stamp}.{int((now - second) * 1000):03d}Z"
+            self._second_stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._second_stamp}.{int((now - second) * 1000):03d}Z"
 
 
 class _Handler(logging.Handler):
