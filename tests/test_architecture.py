@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "http": set(),
     "body": set(),
     "config": set(),
-    "gateway": {"http", "body", "config"},
+    "gateway": {"http", "body", "config", "transfer"},
     "engine": set(),
     "transfer": set(),
     "scheduling": {"transfer", "processors", "engine"},
@@ -47,7 +47,7 @@ IN_ENGINES = (
     "transfer/tensors.py",
 )
 ENGINE_ONLY = {"torch", "vllm", "transformers", "safetensors", "tokenizers", "torchvision", "nixl"}
-EXTRAS = {"openai": "demo"}
+EXTRAS = {"openai": "demo", "av": "speech"}
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "prometheus_client": "prometheus-client",

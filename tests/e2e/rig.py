@@ -73,6 +73,11 @@ class Engines:
         assert self._running is not None
         return self._running.engines[name]
 
+    def names(self) -> list[str]:
+        """Every engine's."""
+        assert self._running is not None
+        return list(self._running.engines)
+
     def url(self, name: str) -> str:
         """The address of an engine, such as `encode-0`."""
         return self[name].url

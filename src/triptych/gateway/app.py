@@ -26,6 +26,8 @@ from triptych.gateway.legs import LegBodies
 from triptych.gateway.logs import Log, exception_fields
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.multipart import look_for_model
+from triptych.gateway.pipeline.plan import Pipelines
+from triptych.gateway.pipeline.run import SpokenRun
 from triptych.gateway.plan import Route, Shape, choose, route
 from triptych.gateway.relay import Outcome
 from triptych.gateway.run import Run, Tools, answer
@@ -76,6 +78,7 @@ class Gateway:
         self._leg_headers = {d: self._headers_for(d) for d in self.fleet.deployments}
         owned = frozenset().union(*(d.kv.owned for d in self._dialects.values()))
         self.intake = Intake.of(settings.open, settings.limits.items, owned)
+        self.pipelines = Pipelines(self.fleet.deployments, settings, owned, self.metrics)
         self.draining = False
 
     # -- one request
@@ -164,6 +167,11 @@ class Gateway:
         asked = self.intake.read(raw, endpoint)
         deployment = self.fleet.resolve(asked.body.model)
         timeline.model = deployment.label
+        wish = None
+        if deployment.stages:
+            wish = self.pipelines.wish(endpoint, asked.body, deployment, timeline.id)
+            if wish is not None:
+                endpoint, asked = wish.endpoint, wish.asked
         dialects = self._dialects[deployment]
         stages = self._route(asked.shape, deployment, timeline)
         bodies = LegBodies(
@@ -180,19 +188,25 @@ class Gateway:
             self.metrics.uuids("replaced", bodies.replaced)
         if asked.body.stripped:
             self.metrics.stripped("handles", 1)
-        return Run(
+        plan = choose(stages, deployment, bodies.count)
+        make: type[Run] = Run
+        more: Mapping[str, Any] = {}
+        if wish is not None:
+            make, more = SpokenRun, self.pipelines.more(wish, deployment, plan, request, timeline)
+        return make(
             tools=self.tools,
             request=request,
             request_id=timeline.id,
             endpoint=endpoint,
             deployment=deployment,
-            plan=choose(stages, deployment, bodies.count),
+            plan=plan,
             bodies=bodies,
             ec=dialects.ec,
             kv=dialects.kv,
             timeline=timeline,
             headers=self._leg_headers[deployment].of(request.headers),
             own_headers=_own_headers(timeline),
+            **more,
         )
 
     def _headers_for(self, deployment: Deployment) -> LegHeaders:

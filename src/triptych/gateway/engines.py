@@ -28,15 +28,17 @@ class Deployment:
             listed["combined"] += listed["decode"]
             listed["decode"] = ()
 
-        def pool(role: Role) -> Pool:
+        def pool(role: str, engines: Iterable[EngineSettings]) -> Pool:
             limit = limits.encode_legs_per_engine if role == "encode" else None
-            return Pool(role, [Engine(e, role, health, limit) for e in listed[role]], rng)
+            return Pool(role, [Engine(e, role, health, limit) for e in engines], rng)
 
-        self.encode = pool("encode")
-        self.prefill = pool("prefill")
-        self.decode = pool("decode")
-        self.combined = pool("combined")
-        self.pools: dict[Role, Pool] = {p.role: p for p in (self.encode, self.prefill, self.decode, self.combined)}
+        self.encode = pool("encode", listed["encode"])
+        self.prefill = pool("prefill", listed["prefill"])
+        self.decode = pool("decode", listed["decode"])
+        self.combined = pool("combined", listed["combined"])
+        self.stages = tuple(pool(stage.id, stage.engines) for stage in settings.stages)
+        every = (self.encode, self.prefill, self.decode, self.combined, *self.stages)
+        self.pools: dict[str, Pool] = {p.role: p for p in every}
 
     @property
     def answering(self) -> tuple[Engine, ...]:

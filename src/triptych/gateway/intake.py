@@ -11,6 +11,7 @@ from triptych.body.media import find_media
 from triptych.body.request import HANDLES, Policy, RequestBody
 from triptych.gateway.endpoints import Endpoint
 from triptych.gateway.errors import ApiError
+from triptych.gateway.pipeline.ask import OURS
 from triptych.gateway.plan import Shape
 
 # The setting that opens each closed thing.
@@ -36,7 +37,7 @@ class Intake:
     @classmethod
     def of(cls, open_: Collection[str], items: int, owned: Collection[str]) -> Intake:
         """owned: top-level members that KV dialects set, which a client may not send twice."""
-        return cls(Policy.of(owned, HANDLES.difference(open_)), open_, items)
+        return cls(Policy.of(owned, HANDLES.difference(open_) | OURS), open_, items)
 
     def read(self, raw: bytes, endpoint: Endpoint) -> Asked:
         """Parse and check a request.

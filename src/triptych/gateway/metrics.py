@@ -205,7 +205,7 @@ class Metrics:
         healthy = GaugeMetricFamily(PREFIX + "engine_healthy", "1 if in service.", labels=labels)
         running = GaugeMetricFamily(PREFIX + "engine_in_flight", "Calls now on the engine.", labels=labels)
         waiting = GaugeMetricFamily(PREFIX + "pool_waiting", "Legs that wait for a place.", labels=labels[:2])
-        legs = dict.fromkeys(ROLES, 0)
+        legs: dict[str, int] = dict.fromkeys(ROLES, 0)
         for deployment in fleet.deployments:
             for role, pool in deployment.pools.items():
                 if pool:
@@ -213,7 +213,7 @@ class Metrics:
                 for engine in pool.engines:
                     healthy.add_metric((deployment.label, role, engine.url), int(engine.healthy))
                     running.add_metric((deployment.label, role, engine.url), engine.in_flight)
-                    legs[role] += engine.in_flight
+                    legs[role] = legs.get(role, 0) + engine.in_flight
         in_flight = GaugeMetricFamily(PREFIX + "legs_in_flight", "Calls now on engines.", labels=("leg",))
         for role, count in legs.items():
             in_flight.add_metric((role,), count)

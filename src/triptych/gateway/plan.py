@@ -75,7 +75,7 @@ class Plan(NamedTuple):
         return self.prefill or self.final
 
 
-def route(shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings) -> Route:
+def route(shape: Shape, pools: Mapping[str, PoolState], settings: ModelSettings) -> Route:
     """The stages that this request takes through these pools.
 
     Raises ApiError 503 where no stages could answer it.
@@ -87,7 +87,7 @@ def route(shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings
 
 
 def _answering(
-    shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings, degraded: list[str]
+    shape: Shape, pools: Mapping[str, PoolState], settings: ModelSettings, degraded: list[str]
 ) -> tuple[Role, bool]:
     """The role that answers, and whether a prefill leg goes before it."""
     combined, prefill, decode = pools["combined"], pools["prefill"], pools["decode"]
@@ -116,7 +116,7 @@ def _answering(
 
 
 def _encoding(
-    shape: Shape, pools: Mapping[Role, PoolState], settings: ModelSettings, consumer: Role, degraded: list[str]
+    shape: Shape, pools: Mapping[str, PoolState], settings: ModelSettings, consumer: Role, degraded: list[str]
 ) -> bool:
     """Whether encode legs go before the consumer."""
     encoders = pools["encode"]
@@ -137,7 +137,7 @@ def _encoding(
     return True
 
 
-def _need(role: Role, pools: Mapping[Role, PoolState]) -> Role:
+def _need(role: Role, pools: Mapping[str, PoolState]) -> Role:
     if not pools[role].healthy:
         raise ApiError(503, f"no healthy {role} engine", retry_after=2, reason=f"no_{role}")
     return role

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from triptych.gateway.settings import EngineSettings, Health, Role
+from triptych.gateway.settings import EngineSettings, Health
 from triptych.http.client import Origin
 
 State = Literal["unknown", "alive", "ejected", "held"]
@@ -88,10 +88,10 @@ class Engine:
         "why",
     )
 
-    def __init__(self, settings: EngineSettings, role: Role, health: Health, limit: int | None = None) -> None:
+    def __init__(self, settings: EngineSettings, role: str, health: Health, limit: int | None = None) -> None:
         """limit: requests at once beside the engine's own setting, the smaller one counts."""
         self.settings = settings
-        self.role: Role = role
+        self.role = role
         self.url = settings.url
         self.origin = Origin.parse(settings.url)
         self.weight = settings.weight
@@ -197,8 +197,8 @@ class _Waiter(NamedTuple):
 class Pool:
     """The engines of one role for one model."""
 
-    def __init__(self, role: Role, engines: Sequence[Engine], rng: random.Random | None = None) -> None:
-        self.role: Role = role
+    def __init__(self, role: str, engines: Sequence[Engine], rng: random.Random | None = None) -> None:
+        self.role = role
         self.engines = tuple(engines)
         self.watcher: Callable[[Change], None] | None = None
         self._random = (rng or random.Random()).random

@@ -60,6 +60,7 @@ async def running(
         )
         stack.push_async_callback(client.close)
         gateway = Gateway(settings, client, log)
+        await stack.enter_async_context(gateway.pipelines)
         server = Server(gateway.handle, _limits(settings), on_bad_request=_bad_request)
         stack.push_async_callback(server.close)
         api = await server.start(*host_port(settings.listen), ssl=_server_tls(settings))

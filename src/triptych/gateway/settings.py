@@ -63,6 +63,9 @@ class EngineSettings(Model):
         description="EC mooncake: the control address(es) tcp://HOST:PORT where this consumer takes encoder output, "
         "one per data-parallel rank",
     )
+    source: str | None = Field(
+        None, description="pipelines: HOST:PORT by which what follows knows it as a sender of chunks"
+    )
     handover: Mapping[str, Any] = Field(
         {},
         description="whatever else a hand-over dialect needs to know of this engine; those of Triptych need nothing",
@@ -72,6 +75,13 @@ class EngineSettings(Model):
     @classmethod
     def _bare_url(cls, value: Any) -> Any:
         return {"url": value} if isinstance(value, str) else value
+
+    @field_validator("source")
+    @classmethod
+    def _host_port(cls, value: str | None) -> str | None:
+        if value is not None:
+            host_port(value)
+        return value
 
     @field_validator("ec_zmq", mode="before")
     @classmethod
@@ -107,6 +117,25 @@ def _split_urls(value: Any) -> Any:
 EngineList = Annotated[tuple[EngineSettings, ...], BeforeValidator(_split_urls)]
 
 
+class StageSettings(Model):
+    """A stage of a pipeline after the first."""
+
+    id: str = Field(description="its name", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+    engines: EngineList = Field(description="its replicas")
+    max_tokens: PositiveInt = Field(2048, description="that a request of this stage may make")
+
+
+class SoundSettings(Model):
+    """How the last stage's chunks of sound get here."""
+
+    connector: str = Field("shm", description="shm, tcp, or one of another package's")
+    extra: Mapping[str, Any] = Field({}, description="the connector's options")
+    text_stage: str = Field("text", description="name of the first stage, whose answer is the text")
+    text_tokens: PositiveInt | None = Field(
+        None, description="tokens of a speech request's text; the engine's limit if unset"
+    )
+
+
 class ModelSettings(Model):
     """The pools that serve one model, and how they hand over to each other."""
 
@@ -137,6 +166,10 @@ class ModelSettings(Model):
     encode_priority: bool = Field(
         False, description="pass `priority` to encode legs (engines without priority scheduling refuse it)"
     )
+    stages: tuple[StageSettings, ...] = Field(
+        (), description="a pipeline's stages after the first, which `combined` is"
+    )
+    sound: SoundSettings | None = Field(None, description="how the sound of the last of `stages` gets here")
     engine_api_key_file: KeyFile | None = Field(
         None, description="file that holds the key that the gateway shows to these engines"
     )
@@ -178,6 +211,7 @@ class ModelSettings(Model):
                     where = "twice" if seen[engine.url] == role else f"in `{seen[engine.url]}` too"
                     yield (role, index, "url"), f"{engine.url} is listed {where}: an engine has one role"
                 seen[engine.url] = role
+        yield from self._unfit_stages(seen)
         if self.ec == "mooncake" and self.encode:
             if self.prefill:
                 yield ("ec",), "mooncake works with E+PD only: leave `prefill` out, or choose `ec` example or eccpu"
@@ -186,6 +220,24 @@ class ModelSettings(Model):
                     if not engine.ec_zmq:
                         what = f"`ec` mooncake needs, for {engine.url}, the address tcp://HOST:PORT where it listens"
                         yield (role, index, "ec_zmq"), what
+
+    def _unfit_stages(self, seen: dict[str, str]) -> Iterable[tuple[tuple[str | int, ...], str]]:
+        if bool(self.stages) != (self.sound is not None):
+            yield ("sound" if self.stages else "stages",), "is missing: `stages` and `sound` go together"
+        known: set[str] = {*ROLES, "sound"}
+        for index, stage in enumerate(self.stages):
+            if stage.id in known:
+                yield ("stages", index, "id"), f"{stage.id!r} is taken: give each stage a name of its own"
+            known.add(stage.id)
+            if not stage.engines:
+                yield ("stages", index, "engines"), f"stage {stage.id!r} has no engine"
+            for number, engine in enumerate(stage.engines):
+                if engine.url in seen:
+                    yield (
+                        ("stages", index, "engines", number, "url"),
+                        f"{engine.url} is listed in `{seen[engine.url]}` too",
+                    )
+                seen[engine.url] = stage.id
 
 
 class Deadlines(Model):

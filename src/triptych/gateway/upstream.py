@@ -10,7 +10,6 @@ from typing import Literal
 from triptych.gateway.engines import Engine, Lease, Pool
 from triptych.gateway.errors import ApiError
 from triptych.gateway.metrics import Metrics
-from triptych.gateway.settings import Role
 from triptych.gateway.timeline import LegTiming
 from triptych.http.client import Client, Response
 from triptych.http.errors import ConnectError, ResetError, ResponseTooLarge, UpstreamError, UpstreamTimeout
@@ -50,7 +49,7 @@ class Leg:
     """
 
     name: str
-    role: Role
+    role: str
     pool: Pool
     lease: Lease
     target: bytes

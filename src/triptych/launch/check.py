@@ -7,6 +7,8 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from triptych.config.problems import Loc, Origin, SettingsError, from_pydantic, 
 from triptych.config.values import host_port
 from triptych.launch.plan import GATEWAY, Front, Plan, ProcessSpec, gateway_config, needs, plan
 from triptych.launch.ports import Reservations
-from triptych.launch.site import Site
+from triptych.launch.site import Site, replicas
 
 if TYPE_CHECKING:
     from triptych.launch.topology import Topology
@@ -58,8 +60,27 @@ def missing(topology: Topology) -> str | None:
         topology.engines.encode and topology.ec.connector == "eccpu"
     )
     # With a PYTHONPATH of their own the engines may find what this process does not.
-    own_path = any("PYTHONPATH" in env for env in (topology.env, *(g.env for _, g in topology.engines.groups())))
-    return problem or (nixl_problem() if needs_nixl and not own_path else None)
+    own_path = any("PYTHONPATH" in env for env in (topology.env, *(engine.group.env for engine in replicas(topology))))
+    if problem is None and not own_path:
+        problem = nixl_problem() if needs_nixl else _missing_processor(topology)
+    return problem
+
+
+def _missing_processor(topology: Topology) -> str | None:
+    """Which stage's processor cannot be found. Its module is looked for, not imported: that may need PyTorch."""
+    offered = {point.name for point in entry_points(group="triptych.processors")}
+    for stage in topology.stages:
+        name = stage.processor or ""
+        module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+        if name in offered:
+            continue
+        try:
+            found = bool(module) and find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            return f"stage {stage.id}: there is no processor {name!r}: no module of that name, and no entry point"
+    return None
 
 
 def has_accelerator() -> bool:
@@ -69,7 +90,7 @@ def has_accelerator() -> bool:
 
 def model_argument(topology: Topology, *, write: bool) -> str:
     """What engines get as their model. A tiny one is put into the user's cache, if `write` and it is not there yet."""
-    if topology.engine == "sim":
+    if topology.engine == "sim" or not (topology.model.path or topology.model.tiny):
         return topology.served_name
     if topology.model.tiny:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -91,7 +112,7 @@ def dry_plan(topology: Topology) -> Plan:
         ports = {(need.process, need.label): need.port for need in wanted if need.port}
         ports |= reserved.take(need for need in wanted if not need.port)
     run = Path("RUN_DIRECTORY")
-    site = Site(ports, sys.executable, model_argument(topology, write=False), run, run, has_accelerator())
+    site = Site(ports, sys.executable, model_argument(topology, write=False), run, run, has_accelerator(), "SECRET")
     return plan(topology, site, front)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from triptych.launch.ports import reachable
 from triptych.launch.site import Replica
-from triptych.launch.topology import Role, Topology
+from triptych.launch.topology import Topology
 
 # Our connector files under the same keys as vLLM's example connector, so the gateway speaks the same dialect with it.
 EC_DIALECT = {"triptych": "example", "example": "example", "eccpu": "eccpu", "mooncake": "mooncake"}
@@ -21,7 +21,7 @@ KV_FIELDS = frozenset({"kv_buffer_device", "kv_load_failure_policy", "enable_per
 EC_CPU_BYTES = 1 << 30
 
 
-def ec_role(topology: Topology, role: Role) -> str | None:
+def ec_role(topology: Topology, role: str) -> str | None:
     """The role in encoder output hand-over of the engines of a role, None for none."""
     if topology.engines.encode is None:
         return None
@@ -37,12 +37,12 @@ def ec_role(topology: Topology, role: Role) -> str | None:
     return "ec_consumer"
 
 
-def kv_role(topology: Topology, role: Role) -> str | None:
+def kv_role(topology: Topology, role: str) -> str | None:
     """The role in KV hand-over of the engines of a role, None for none."""
     return {"prefill": "kv_producer", "decode": "kv_consumer"}.get(role)
 
 
-def has_side_channel(topology: Topology, role: Role) -> bool:
+def has_side_channel(topology: Topology, role: str) -> bool:
     """Whether engines of a role listen for their peers."""
     if topology.kv.connector == "nixl" and kv_role(topology, role):
         return True
@@ -50,7 +50,7 @@ def has_side_channel(topology: Topology, role: Role) -> bool:
     return (topology.ec.connector, part) in (("eccpu", "ec_producer"), ("mooncake", "ec_consumer"))
 
 
-def ec_config(topology: Topology, role: Role, store: Path, side: int | None) -> dict[str, Any] | None:
+def ec_config(topology: Topology, role: str, store: Path, side: int | None) -> dict[str, Any] | None:
     """What `--ec-transfer-config` says, None for no such flag. `store`: directory for connectors that use files."""
     part = ec_role(topology, role)
     if part is None:
@@ -73,7 +73,7 @@ def ec_config(topology: Topology, role: Role, store: Path, side: int | None) -> 
             raise AssertionError(topology.ec.connector)
 
 
-def kv_config(topology: Topology, role: Role, store: Path, *, accelerator: bool) -> dict[str, Any] | None:
+def kv_config(topology: Topology, role: str, store: Path, *, accelerator: bool) -> dict[str, Any] | None:
     """What `--kv-transfer-config` says, None for no such flag."""
     part = kv_role(topology, role)
     if part is None:
@@ -91,14 +91,14 @@ def kv_config(topology: Topology, role: Role, store: Path, *, accelerator: bool)
     return {"kv_connector": name, "kv_role": part} | fields | ({"kv_connector_extra_config": extra} if extra else {})
 
 
-def defaults(topology: Topology, role: Role, *, accelerator: bool) -> dict[str, str]:
+def defaults(topology: Topology, role: str, *, accelerator: bool) -> dict[str, str]:
     """Environment that the connectors want and a topology may override."""
     if topology.kv.connector == "nixl" and kv_role(topology, role) and not accelerator:
         return {"UCX_TLS": "tcp,self,sm"}
     return {}
 
 
-def environment(topology: Topology, role: Role, side: int | None) -> dict[str, str]:
+def environment(topology: Topology, role: str, side: int | None) -> dict[str, str]:
     """Environment that the connectors need as it is: which runner, which side channel."""
     env: dict[str, str] = {}
     if topology.ec.connector == "eccpu" and ec_role(topology, role):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triptych.launch import connectors, engines
+from triptych.launch import connectors, engines, stages
 from triptych.launch.ports import Need, reachable
-from triptych.launch.site import HTTP, SIDE, Site, replicas
+from triptych.launch.site import CHUNKS, HTTP, SIDE, Site, replicas
 from triptych.launch.topology import OWNED_GATEWAY, Topology
 
 GATEWAY = "gateway"
@@ -92,6 +92,9 @@ def needs(topology: Topology, front: Front | None) -> list[Need]:
             side = group.fixed_ports(group.side_ports)
             width = math.prod(connectors.parallel_sizes((*topology.args, *group.args)))
             found.append(Need(engine.name, SIDE, host, side[engine.index] if side else None, width))
+        if topology.stages:
+            chunks = group.fixed_ports(group.side_ports)
+            found.append(Need(engine.name, CHUNKS, host, chunks[engine.index] if chunks else None))
     return found
 
 
@@ -104,9 +107,14 @@ def plan(topology: Topology, site: Site, front: Front | None) -> Plan:
         devices = engine.devices.split(",") if engine.devices else []
         after = tuple(dict.fromkeys(users[device] for device in devices if device in users))
         users |= dict.fromkeys(devices, engine.name)
-        command = engines.simulated if topology.engine == "sim" else engines.vllm
-        argv, env = command(topology, site, engine)
-        ports = {label: site.ports[engine.name, label] for label in (HTTP, SIDE) if (engine.name, label) in site.ports}
+        if topology.stages:
+            light = engines.is_light(topology, accelerator=site.accelerator)
+            argv, env = stages.command(topology, site, engine, light=light)
+        else:
+            command = engines.simulated if topology.engine == "sim" else engines.vllm
+            argv, env = command(topology, site, engine)
+        labels = (HTTP, SIDE, CHUNKS)
+        ports = {label: site.ports[engine.name, label] for label in labels if (engine.name, label) in site.ports}
         url = f"http://{reachable(topology.host)}:{ports[HTTP]}"
         spec = ProcessSpec(
             name=engine.name,
@@ -131,7 +139,8 @@ def plan(topology: Topology, site: Site, front: Front | None) -> Plan:
         role=GATEWAY,
         argv=(site.python, "-m", "triptych", "gateway", "--config", str(file)),
         # To the gateway variables win over the file. They may hold keys, but not what the topology says.
-        env={f"TRIPTYCH_{name.upper()}": None for name in ("config", "listen", *OWNED_GATEWAY)},
+        env={f"TRIPTYCH_{name.upper()}": None for name in ("config", "listen", *OWNED_GATEWAY)}
+        | stages.secret(topology, site),
         url=url,
         ready_url=f"{url}/readyz",
         ports={HTTP: port},
@@ -140,14 +149,16 @@ def plan(topology: Topology, site: Site, front: Front | None) -> Plan:
         stop_timeout=front.drain + DRAIN_MARGIN,
     )
     host = f"[{front.host}]" if ":" in front.host else front.host
-    config = gateway_config(topology, found) | {"listen": f"{host}:{port}"}
+    config = gateway_config(topology, found, site) | {"listen": f"{host}:{port}"}
     return Plan((*found, gateway), _edges(topology), url, config, file)
 
 
-def gateway_config(topology: Topology, processes: Iterable[ProcessSpec]) -> dict[str, Any]:
+def gateway_config(topology: Topology, processes: Iterable[ProcessSpec], site: Site | None = None) -> dict[str, Any]:
     """The gateway's settings: those of the file, and the pools. A process not given has a stand-in, to be validated."""
     known = {spec.name: spec for spec in processes}
     config: dict[str, Any] = {**(topology.gateway or {}), "name": topology.served_name}
+    if topology.stages:
+        return config | stages.gateway_config(topology, site, known)
     for engine in replicas(topology):
         spec = known.get(engine.name)
         url = spec.url if spec else f"http://{engine.role}:{engine.index + 1}"
@@ -163,6 +174,9 @@ def gateway_config(topology: Topology, processes: Iterable[ProcessSpec]) -> dict
 
 
 def _edges(topology: Topology) -> tuple[Edge, ...]:
+    if topology.stages:
+        front = () if topology.gateway is False else tuple(Edge(GATEWAY, s.id, "HTTP") for s in topology.stages)
+        return (*front, *(Edge(*edge) for edge in stages.edges(topology)))
     roles = [role for role, _ in topology.engines.groups()]
     found = [Edge(GATEWAY, role, "HTTP") for role in roles] if topology.gateway is not False else []
     found += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ from triptych.launch.plan import GATEWAY, Plan, needs, plan
 from triptych.launch.ports import Reservations
 from triptych.launch.rundir import RunDirectory, disk_base, memory_base
 from triptych.launch.site import Site
+from triptych.launch.stages import SECRET
 from triptych.launch.supervisor import Policy, Process, Status, Supervisor
 from triptych.launch.topology import Topology
 
@@ -76,6 +78,11 @@ class Running:
         self.gateway_url = made.gateway_url
 
 
+def _secret() -> str:
+    """That of the environment, where edges reach other machines; else one of this run's own."""
+    return os.environ.get(SECRET) or secrets.token_hex(32)
+
+
 @contextlib.asynccontextmanager
 async def launch(
     topology: Topology,
@@ -101,7 +108,9 @@ async def launch(
         memory = disk
         if topology.engines.encode and topology.ec.connector == "triptych" and not topology.ec.path:
             memory = stack.enter_context(RunDirectory(memory_base(MEMORY_NEED))).path
-        site = Site(ports, sys.executable, model_argument(topology, write=True), disk, memory, has_accelerator())
+        site = Site(
+            ports, sys.executable, model_argument(topology, write=True), disk, memory, has_accelerator(), _secret()
+        )
         made = plan(topology, site, front)
         for directory in (disk / "kv", disk / "ec", memory / "ec"):
             directory.mkdir(mode=0o700, exist_ok=True)

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from triptych.launch.topology import EngineGroup, Role, Topology
+from triptych.launch.groups import EngineGroup
+from triptych.launch.topology import Topology
 
 # Labels of ports.
 HTTP = "http"
 SIDE = "side channel"
+CHUNKS = "chunks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,16 @@ class Site:
     """directory of this run in memory, where there is some"""
     accelerator: bool
     """whether the machine has a GPU"""
+    secret: str = ""
+    """what the two ends of a pipeline's edge know of each other"""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """One engine of a topology."""
 
-    role: Role
+    role: str
+    """a role, or the id of a stage"""
     index: int
     group: EngineGroup
 
@@ -51,7 +56,8 @@ class Replica:
 
 
 def replicas(topology: Topology) -> Iterator[Replica]:
-    """Every engine, in the order of roles."""
-    for role, group in topology.engines.groups():
+    """Every engine, in the order of roles or of stages."""
+    groups: list[tuple[str, EngineGroup]] = [*topology.engines.groups(), *((s.id, s) for s in topology.stages)]
+    for role, group in groups:
         for index in range(group.replicas):
             yield Replica(role, index, group)

@@ -5,99 +5,25 @@ Everything here is about *what* is wanted. `triptych.launch.plan` turns it into 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PrivateAttr, ValidationError, field_validator, model_validator
 
 from triptych.config import yamlfile
 from triptych.config.problems import Loc, Origin, Problem, SettingsError, dotted, from_pydantic
 from triptych.config.values import Model, refuse
+from triptych.launch.groups import Arguments, EngineGroup, Environment, no_owned_flag
+from triptych.launch.pipeline import StageGroup, unfit_stages
 
 Role = Literal["encode", "prefill", "decode", "combined"]
 ROLES: tuple[Role, ...] = ("encode", "prefill", "decode", "combined")
 
-# What the launcher itself says to an engine, and where a topology says it instead.
-OWNED_FLAGS = {
-    "--host": "use `host`",
-    "--port": "use `ports`",
-    "--uds": "engines listen on TCP: use `ports`",
-    "--model": "use `model`",
-    "--served-model-name": "use `model: {name: …}`",
-    "--ec-transfer-config": "use `ec`",
-    "--kv-transfer-config": "use `kv`",
-}
 # What the launcher itself tells the gateway.
-OWNED_GATEWAY = ("models", "name", "encode", "prefill", "decode", "combined", "ec", "kv", "decode_ec_consumer")
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"{json.dumps(value, default=str)} is not text or a number; put it in quotes")
-    return str(value)
-
-
-def _arguments(value: Any) -> Any:
-    """`{max-model-len: 4096, enforce-eager: true}` or a list as on a command line; as a tuple of words."""
-    if isinstance(value, list | tuple):
-        return tuple(_scalar(word) for word in value)
-    if not isinstance(value, Mapping):
-        raise ValueError("give engine arguments as a mapping (`max-model-len: 4096`) or as a list of words")
-    words: list[str] = []
-    for key, given in value.items():
-        name = str(key).lstrip("-").replace("_", "-")
-        if given is True:
-            words.append(f"--{name}")
-        elif given is False:
-            words.append(f"--no-{name}")
-        elif isinstance(given, Mapping):
-            words += [f"--{name}", json.dumps(given)]
-        elif isinstance(given, list):
-            words += [f"--{name}", *map(_scalar, given)]
-        else:
-            words += [f"--{name}", _scalar(given)]
-    return tuple(words)
-
-
-def _no_owned_flag(words: tuple[str, ...]) -> tuple[str, ...]:
-    for word in words:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in OWNED_FLAGS:
-            raise ValueError(f"{flag} is the launcher's to give: {OWNED_FLAGS[flag]}")
-    return words
-
-
-def _environment(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise ValueError("give environment variables as a mapping, `NAME: value` (`null` removes one)")
-    return {str(name): None if given is None else _scalar(given) for name, given in value.items()}
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | int) else value
-
-
-def _device(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-Arguments = Annotated[tuple[str, ...], BeforeValidator(_arguments)]
-Environment = Annotated[dict[str, str | None], BeforeValidator(_environment)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Devices = Annotated[tuple[Annotated[str, BeforeValidator(_device)], ...], BeforeValidator(_as_list)]
-# One number is the first of a row; a list has one for each replica.
-Ports = Annotated[tuple[Port, ...], BeforeValidator(_as_list)]
+OWNED_GATEWAY = (
+    "models", "name", "encode", "prefill", "decode", "combined", "ec", "kv", "decode_ec_consumer", "stages", "sound",
+)  # fmt: skip
 
 
 class ModelSource(Model):
@@ -141,30 +67,6 @@ class KvSettings(Connector):
     connector: Literal["nixl", "example", "none"] = "nixl"
 
 
-class EngineGroup(Model):
-    """The engines of one role; a bare number stands for so many with defaults."""
-
-    replicas: PositiveInt = 1
-    ports: Ports = Field((), description="HTTP ports; free ones if unset")
-    side_ports: Ports = Field((), description="ports of the connector's side channel; free ones if unset")
-    devices: Devices = Field((), description='CUDA_VISIBLE_DEVICES of each replica, such as ["0", "1,2"]')
-    args: Arguments = Field((), description="engine arguments after those for all engines")
-    env: Environment = Field({}, description="environment over that for all engines")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, value: Any) -> Any:
-        return {"replicas": value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-    _owned = field_validator("args")(_no_owned_flag)
-
-    def fixed_ports(self, ports: tuple[int, ...]) -> tuple[int, ...]:
-        """One port per replica from what the file gives, or none."""
-        if len(ports) == 1:
-            return tuple(ports[0] + replica for replica in range(self.replicas))
-        return ports
-
-
 class Engines(Model):
     """How many engines of each role."""
 
@@ -181,11 +83,13 @@ class Engines(Model):
 
 
 class Topology(Model):
-    """One model, its engines by role, and the gateway in front."""
+    """One model, its engines by role or by stage, and the gateway in front."""
 
     model: ModelSource = ModelSource()
     engine: Literal["vllm", "sim"] = Field("vllm", description="real engines, or simulated ones")
-    engines: Engines
+    engines: Engines = Field(Engines(), description="engines by role; or `stages`")
+    stages: tuple[StageGroup, ...] = Field((), description="the stages of a pipeline, first to last; or `engines`")
+    overlap: bool = Field(True, description="stages: `false` makes each wait for the whole of the one before it")
     ec: EcSettings = EcSettings()
     kv: KvSettings = KvSettings()
     host: str = Field("127.0.0.1", description="where engines and their side channels listen")
@@ -199,7 +103,7 @@ class Topology(Model):
     start_timeout: PositiveFloat = Field(600.0, description="until an engine must be healthy")
     stop_timeout: PositiveFloat = Field(15.0, description="from SIGTERM to SIGKILL, for an engine")
 
-    _owned = field_validator("args")(_no_owned_flag)
+    _owned = field_validator("args")(no_owned_flag)
     _file: Path | None = PrivateAttr(None)
     _origins: Mapping[Loc, Origin] = PrivateAttr({})
 
@@ -223,6 +127,10 @@ class Topology(Model):
         base = self._file.parent if self._file else Path.cwd()
         return (base / path.expanduser()).absolute()
 
+    def near_text(self, path: str) -> Path:
+        """The same of a path in text."""
+        return self.near(Path(path))
+
     @property
     def model_directory(self) -> Path | None:
         """The model's directory if `model.path` names one (`/…`, `./…`, `../…`, `~…`), else None."""
@@ -235,7 +143,7 @@ class Topology(Model):
         if self.model.name:
             return self.model.name
         if self.model.tiny:
-            return "tiny"
+            return self.model.tiny if self.stages else "tiny"
         if self.model_directory:
             return self.model_directory.resolve().name
         return self.model.path or "sim"
@@ -260,7 +168,27 @@ def load(path: Path) -> Topology:
 
 def _unfit(topology: Topology) -> Iterator[tuple[Loc, str]]:
     """What is right by itself but does not fit together."""
+    if not topology.model_fields_set & {"engines", "stages"}:
+        yield ("engines",), "is missing: give it, or `stages`"
+        return
+    yield from _unfit_model(topology)
+    for key in OWNED_GATEWAY:
+        if topology.gateway and key in topology.gateway:
+            yield ("gateway", key), "is set by the launcher from `engines`, `stages`, `ec`, `kv` and `model`"
     roles = dict(topology.engines.groups())
+    if topology.stages:
+        if roles:
+            yield ("stages",), "give `engines` or `stages`, not both"
+        for name in ("ec", "kv"):
+            if name in topology.model_fields_set:
+                yield (name,), "is for `engines`: stages hand over chunks, each by its own `connector`"
+        if topology.engine == "sim":
+            yield ("engine",), "simulated engines have no stages"
+        yield from unfit_stages(topology.stages)
+        yield from _unfit_groups({("stages", index): group for index, group in enumerate(topology.stages)})
+        return
+    if not topology.overlap:
+        yield ("overlap",), "is for `stages`"
     if "prefill" in roles and "decode" not in roles:
         yield ("engines", "prefill"), "prefill engines need `decode` engines beside them"
     if "decode" in roles and "prefill" not in roles:
@@ -281,37 +209,35 @@ def _unfit(topology: Topology) -> Iterator[tuple[Loc, str]]:
         settings: EcSettings | KvSettings = getattr(topology, name)
         if settings.path and settings.connector not in ("triptych", "example"):
             yield (name, "path"), f"{settings.connector} stores no files"
-    yield from _unfit_groups(roles)
-    yield from _unfit_model(topology)
-    for key in OWNED_GATEWAY:
-        if topology.gateway and key in topology.gateway:
-            yield ("gateway", key), "is set by the launcher from `engines`, `ec`, `kv` and `model`"
+    yield from _unfit_groups({("engines", role): group for role, group in roles.items()})
 
 
-def _unfit_groups(roles: Mapping[Role, EngineGroup]) -> Iterator[tuple[Loc, str]]:
+def _unfit_groups(groups: Mapping[Loc, EngineGroup]) -> Iterator[tuple[Loc, str]]:
     taken: dict[int, str] = {}
-    for role, group in roles.items():
+    for place, group in groups.items():
         for name in ("devices", "ports", "side_ports"):
             given: tuple[Any, ...] = getattr(group, name)
             single = name != "devices" and len(given) == 1
             if given and not single and len(given) != group.replicas:
                 yield (
-                    ("engines", role, name),
+                    (*place, name),
                     f"{len(given)} given for {group.replicas} replicas: give one for each",
                 )
             elif name != "devices":
                 for port in group.fixed_ports(given):
                     if port > 65535:
-                        yield ("engines", role, name), f"port {port} is above 65535"
+                        yield (*place, name), f"port {port} is above 65535"
                     if port in taken:
-                        yield ("engines", role, name), f"port {port} is also in {taken[port]}"
-                    taken[port] = f"engines.{role}.{name}"
+                        yield (*place, name), f"port {port} is also in {taken[port]}"
+                    taken[port] = dotted((*place, name))
 
 
 def _unfit_model(topology: Topology) -> Iterator[tuple[Loc, str]]:
     if topology.engine == "sim":
         return
     if not (topology.model.path or topology.model.tiny):
+        if topology.stages and all(stage.model for stage in topology.stages):
+            return
         yield ("model",), "is missing: give a directory, a name on the model hub, or `tiny: image`"
     elif topology.model.tiny:
         from triptych.models.tiny import kinds  # noqa: PLC0415 - only who asks for a recipe needs them

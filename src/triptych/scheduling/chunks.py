@@ -126,6 +126,11 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         request.external_req_id = name
         if self._stage.worker == "generation":
             request.skip_reading_prefix_cache = True  # what is not computed anew gives no output
+        if self._stage.receives:
+            # Its tokens do not tell what is computed of it, its chunks do: no other request may find its blocks.
+            request.cache_salt = name
+            request.block_hashes.clear()
+            request.update_block_hashes()
         request.additional_information = None
         request.payload_sender_info = source
         request.prompt_tokens_sent = -1  # of the prompt that the worker knows
@@ -255,9 +260,9 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
             kept = []
             for output in of_client.outputs:
                 request = scheduled.get(output.request_id)
-                if request is not None and is_streamed(request):
-                    if self._stage.sends:
-                        self._send(request, output)
+                if request is not None and is_streamed(request) and self._stage.sends:
+                    self._send(request, output)
+                if isinstance(output.pooling_output, dict):  # what a model says; vLLM's own is a tensor
                     output.pooling_output = None
                     if not output.new_token_ids and output.finish_reason is None:
                         continue
