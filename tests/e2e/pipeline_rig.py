@@ -29,11 +29,13 @@ AUDIO = {"voice": "alloy", "format": "pcm16"}
 
 
 def topology(record: Path, **more: Any) -> dict[str, Any]:
-    """The pipeline of examples/tiny-omni.yaml. `more`: `talkers`, `chunk`, `connector`; the rest is the topology's."""
+    """The pipeline of examples/tiny-omni.yaml. `more`: `talkers`, `chunk`, `connector`, and `stages_more`
+    (fields of a stage by its id); the rest is the topology's."""
+    stages_more = more.pop("stages_more", {})
     talkers, connector = more.pop("talkers", 1), more.pop("connector", "shm")
     chunk = {"initial_codec_chunk_frames": 4, "codec_chunk_frames": 25, **more.pop("chunk", {}), "record": str(record)}
     record.mkdir(exist_ok=True)
-    return {
+    made: dict[str, Any] = {
         "model": {"tiny": "omni"},
         "args": ["--max-num-seqs=32"],
         "stages": [
@@ -62,6 +64,9 @@ def topology(record: Path, **more: Any) -> dict[str, Any]:
         ],
         **more,
     }
+    for stage in made["stages"]:
+        stage |= stages_more.get(stage["id"], {})
+    return made
 
 
 @dataclass

@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.pipeline_rig import Pipeline, all_or_first_error, hear, left, pipeline
 from triptych.families.tiny_omni.sound import SAMPLE_RATE
+from triptych.families.tiny_omni.talker import TAIL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -61,6 +62,7 @@ async def test_streamed_sound_is_one_pass_over_the_codes_of_the_run(speaking: Pi
         together = await all_or_first_error(*(hear(openai, text(rng), rng.randint(1, 60)) for _ in range(16)))
     for heard in (*alone, *together):
         assert heard.pcm == speaking.whole(heard.request_id)
+        assert len(speaking.codes(heard.request_id)) == len(heard.words_at) + TAIL - 1
         assert heard.transcript
         assert heard.finish == "length"
     await nothing_left(speaking)

@@ -13,6 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from tests.stage.test_rows import new, step
 from triptych.engine.seams import SeamError
 from triptych.scheduling.config import StageConfig
+from triptych.scheduling.output import Refused
 from triptych.stage.hooks import StageHooks, StageStep
 
 WIDTH = 2
@@ -131,6 +132,27 @@ def test_outputs_that_are_not_one_for_each_request_are_refused() -> None:
     runner, stage = made(Short())
     with pytest.raises(ValueError):
         run(stage, runner, output([[1], [2]]))
+
+
+def test_a_request_whose_chunk_cannot_be_used_fails_alone() -> None:
+    class Picky(Speaking):
+        def stage_inputs(self, rows: Any, input_ids: torch.Tensor, inputs_embeds: Any) -> None:
+            rows[0].fail("too wide")
+            rows[0].fail("and too long")
+
+    runner, stage = made(Picky())
+    said = run(stage, runner, output([[1], [2]])).pooler_output
+    assert said[0] == Refused("too wide")
+    assert said[1]["codes"]["audio"].tolist() == [[6.0, 7.0]]
+
+
+def test_a_model_that_says_nothing_else_can_refuse_too() -> None:
+    class Mute:
+        def stage_inputs(self, rows: Any, input_ids: torch.Tensor, inputs_embeds: Any) -> None:
+            rows[1].fail("no")
+
+    runner, stage = made(Mute())
+    assert run(stage, runner, output([[1], [2]])).pooler_output == [None, Refused("no")]
 
 
 def test_a_step_without_a_forward_pass_leaves_the_output_as_it_is() -> None:

@@ -35,6 +35,7 @@ SCHEDULING: Final = (
     Seam(f"{_SCHEDULER}._enqueue_waiting_request", "a request whose chunk came goes back to the right queue"),
     Seam(f"{_SCHEDULER}._holds_kv_blocks", "which of the two waiting queues a request belongs to"),
     Seam(f"{_SCHEDULER}._free_request_blocks", "a prompt that was replaced gives its blocks back"),
+    Seam(f"{_SCHEDULER}._preempt_request", "a request that waits gives its blocks back where all wait for blocks"),
     Seam(f"{_SCHEDULER}._handle_stopped_request", "a stream's end is vLLM's own kind of stop"),
     Seam(f"{_SCHEDULER}._free_request", "the one place that every end of a request passes"),
     Seam(f"{_SCHEDULER}._is_blocked_waiting_status", "requests that vLLM itself waits for are left alone"),

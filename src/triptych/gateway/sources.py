@@ -42,7 +42,8 @@ PREFIX = "TRIPTYCH_"
 CONFIG = "TRIPTYCH_CONFIG"
 
 # Set by the project's own processes for each other: no setting, and no misspelt one.
-_INTERNAL = frozenset({"TRIPTYCH_ENGINE_COMPAT"})
+# Read where they are wanted: by engines below, and by TCP connectors.
+_INTERNAL = frozenset({"TRIPTYCH_ENGINE_COMPAT", "TRIPTYCH_TRANSFER_SECRET"})
 
 # Kubernetes puts these into every pod of a namespace that has a Service called `triptych` or `triptych-…`.
 _KUBERNETES = re.compile(

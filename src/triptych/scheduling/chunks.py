@@ -8,6 +8,7 @@ nothing else to do its engine core sleeps until the adapter wakes it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -18,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from triptych.engine.seams import SCHEDULING, require
 from triptych.scheduling.config import StageConfig, adapter_config, stage_config, stream_of
-from triptych.scheduling.output import StageRequestData
+from triptych.scheduling.output import Refused, StageRequestData
 from triptych.scheduling.status import register_status
 from triptych.scheduling.wake import engine_core, waker
 from triptych.transfer.adapter.adapter import ChunkTransferAdapter
@@ -154,7 +155,26 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
             self.max_num_active_reqs = places
         if self._stage.receives:
             self._hand_over(output)
+            self._make_room(output)
         return output
+
+    def _make_room(self, output: Any) -> None:
+        """Where nothing could be scheduled, the last of those that hold blocks gives its own back.
+
+        vLLM preempts running requests when blocks are short. Ours wait, blocks in hand, whenever their prompt has
+        grown; with none running they would wait for each other for ever.
+        """
+        if output.num_scheduled_tokens or self.running:
+            return
+        blocked = self._is_blocked_waiting_status
+        holding = [
+            request for request in self.kv_holding_waiting if is_streamed(request) and not blocked(request.status)
+        ]
+        if len(holding) > 1:
+            last = max(holding, key=lambda request: request.arrival_time)
+            self._waiting_queues.remove_requests([last])
+            last.status = RequestStatus.RUNNING  # as which alone vLLM preempts a request
+            self._preempt_request(last, time.monotonic())
 
     def _begun_and_parked(self) -> int:
         adapter = self.chunk_transfer_adapter
@@ -260,6 +280,9 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
             kept = []
             for output in of_client.outputs:
                 request = scheduled.get(output.request_id)
+                if isinstance(output.pooling_output, Refused):
+                    self._failed.setdefault(output.request_id, output.pooling_output.reason)
+                    continue
                 if request is not None and is_streamed(request) and self._stage.sends:
                     self._send(request, output)
                 if isinstance(output.pooling_output, dict):  # what a model says; vLLM's own is a tensor

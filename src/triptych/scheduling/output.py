@@ -8,6 +8,13 @@ from typing import Any
 from vllm.v1.core.sched.output import NewRequestData
 
 
+@dataclass(frozen=True)
+class Refused:
+    """In the place of what a stage's model says: it cannot use what the request brings."""
+
+    reason: str
+
+
 @dataclass
 class StageRequestData(NewRequestData):  # type: ignore[misc]
     """A request that is scheduled anew. `additional_information`: its chunk, for the model;

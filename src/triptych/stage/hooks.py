@@ -14,6 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from triptych.engine.seams import WORKER, SeamError, require
 from triptych.scheduling.config import StageConfig, stage_config
+from triptych.scheduling.output import Refused
 from triptych.stage.model import GivesOutputs, Output, Row, Sampled, TakesInputs
 from triptych.stage.outputs import StageAsyncOutput, attach, on_host
 from triptych.stage.rows import Requests, placed
@@ -122,18 +123,24 @@ class StageStep:
                 return StageAsyncOutput(output, copies, copied.synchronize)
         return output
 
-    def _said(self, rows: list[Row], hidden: torch.Tensor, sampled: Sampled) -> list[Output] | None:
+    def _said(self, rows: list[Row], hidden: torch.Tensor, sampled: Sampled) -> list[Output | Refused] | None:
         """One output for each row; None where this stage's model says nothing but tokens."""
         model = self._runner.get_model()
+        said: list[Output]
         if isinstance(model, GivesOutputs):
             said = list(model.stage_outputs(rows, hidden, sampled))
         elif self._config.take == "hidden":
             said = [{"hidden": hidden[row.offset + row.length - 1 : row.offset + row.length]} for row in rows]
         elif self._config.worker == "generation":
             raise ValueError(f"{type(model).__name__} has no `stage_outputs`: a generation stage's model needs it")
+        elif any(row.failure for row in rows):
+            said = [None] * len(rows)
         else:
             return None
-        return [output if row.samples else None for row, output in zip(rows, said, strict=True)]
+        return [
+            Refused(row.failure) if row.failure else output if row.samples else None
+            for row, output in zip(rows, said, strict=True)
+        ]
 
 
 def _in_place(made: torch.Tensor, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:

@@ -36,6 +36,12 @@ class Row:
     samples: bool
     information: Mapping[str, Any] | None
     state: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+    def fail(self, reason: str) -> None:
+        """What the request brings cannot be used: it ends with this reason, the others of the step go on. (An exception
+        is the model's own fault, and ends the engine.)"""
+        self.failure = self.failure or reason
 
 
 Sampled: TypeAlias = Sequence[Sequence[int]] | torch.Tensor

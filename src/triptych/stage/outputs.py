@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from triptych.scheduling.output import Refused
 from triptych.stage.model import Output
 
-Copies = list[dict[str, Any] | None]
+Copies = list[dict[str, Any] | Refused | None]
 
 
-def on_host(outputs: Sequence[Output], *, wait: bool = True) -> Copies:
+def on_host(outputs: Sequence[Output | Refused], *, wait: bool = True) -> Copies:
     """The same outputs with copies of all tensors in the host's memory: the runner uses its buffers again.
 
     wait: False where the copies are only begun, on the current stream.

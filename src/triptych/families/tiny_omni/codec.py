@@ -55,4 +55,8 @@ def _spoken(row: Row) -> dict[str, Any] | None:
     if codes is None:
         return None
     left = (information.get("meta") or {}).get("left_context_size") or 0
-    return {"sound": sound(codes, int(left)), "sample_rate": SAMPLE_RATE}
+    try:
+        return {"sound": sound(codes, left), "sample_rate": SAMPLE_RATE}
+    except ValueError as error:
+        row.fail(str(error))
+        return None

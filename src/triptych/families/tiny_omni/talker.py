@@ -56,13 +56,14 @@ class TinyOmniTalker(Qwen2ForCausalLM):  # type: ignore[misc]
 
 
 def _hear(row: Row, width: int) -> None:
-    """Note a chunk. Raises ValueError where it is not one of this talker's."""
+    """Note a chunk; a request whose chunk is not one of this talker's fails."""
     information = row.information or {}
     hidden = (information.get("hidden_states") or {}).get("output")
     tokens = (information.get("ids") or {}).get("tokens") or []
     if hidden is not None:
         if hidden.ndim != 2 or tuple(hidden.shape) != (len(tokens), width):
-            raise ValueError(f"hidden states {list(hidden.shape)} for {len(tokens)} tokens of width {width}")
+            row.fail(f"hidden states {list(hidden.shape)} for {len(tokens)} tokens of width {width}")
+            return
         conditions = row.state.setdefault("conditions", {})
         for index in range(len(tokens)):
             conditions[row.prompt_len - len(tokens) + index] = hidden[index].clone()
