@@ -179,8 +179,8 @@ class Client:
         else:
             size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
             framing = b"\r\n" if not size and method in (b"GET", b"HEAD") else b"content-length: %d\r\n\r\n" % size
-        head = b"".join((request_line(method, target), pool.host_line, header_lines(headers), framing))
-        small = b"".join((head, *parts)) if stream is None and size <= _JOIN_BELOW else None
+        head = (request_line(method, target), pool.host_line, header_lines(headers), framing)
+        small = b"".join((*head, *parts)) if stream is None and size <= _JOIN_BELOW else None
 
         connection = pool.take()
         while True:
@@ -191,9 +191,9 @@ class Client:
                 connection.write(small)
                 connection.written = True
             elif stream is None:
-                await _send(connection, response, head, parts, timeout)
+                await _send(connection, response, b"".join(head), parts, timeout)
             else:
-                await _send_stream(connection, response, head, stream, content_length, timeout)
+                await _send_stream(connection, response, b"".join(head), stream, content_length, timeout)
             while not response.status and response.error is None:
                 await response._wait("the head of the response", timeout)
             if response.status:

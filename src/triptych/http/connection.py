@@ -201,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _hold_back(self, request: Request) -> None:
         """Read no more while much of a body waits to be taken."""
-        if request.buffered > self.limits.body_buffer and not request.body_ended and not request.collecting:
+        if not request.body_ended and not request.collecting and request.buffered > self.limits.body_buffer:
             self._pause_reading()
 
     def _pause_reading(self) -> None:
@@ -283,7 +283,7 @@ class Connection(asyncio.BufferedProtocol):
             request.keep_alive = False
         head = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         hidden = request is not None and request.method == "HEAD"
-        parts = (status_line(status), header_lines(headers), self.date_line(), head, b"" if hidden else body)
+        parts = (status_line(status), header_lines(headers), self.server.date_line(), head, b"" if hidden else body)
         self.write(b"".join(parts))
 
     def _left(self) -> None:
@@ -337,10 +337,6 @@ class Connection(asyncio.BufferedProtocol):
         if self._reading_paused and self._transport is not None and not self._closing:
             self._reading_paused = False
             self._transport.resume_reading()
-
-    def date_line(self) -> bytes:
-        """The `date` header line of this second."""
-        return self.server.date_line()
 
     # --- closing -----------------------------------------------------------------------------------------------
 

@@ -89,6 +89,8 @@ class _HeadReader:
         return self._size > 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if value and value[-1] <= 0x20:
+            value = value.rstrip(b" \t")  # llhttp leaves it there
         self._append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -141,11 +143,7 @@ class _HeadReader:
             self._tail = b""
         self._parser = None
         self._size = 0
-        headers = self._headers
-        if b" \r\n" in block or b"\t\r\n" in block:
-            # llhttp leaves the white space behind a value.
-            headers = [(name, value.rstrip(b" \t")) for name, value in headers]
-        return block[: block.find(b"\r\n")], headers, end
+        return block[: block.find(b"\r\n")], self._headers, end
 
     def _begin(self) -> httptools.HttpRequestParser | httptools.HttpResponseParser:
         self._complete = False
@@ -284,6 +282,11 @@ def _status_lines() -> MappingProxyType[int, bytes]:
 _STATUS_LINES = _status_lines()
 
 
+_USUAL = frozenset(
+    b"accept authorization content-type date server server-timing user-agent x-request-id".split()
+)  # names of nearly every message that need no check
+
+
 @lru_cache(maxsize=1024)
 def _check_name(name: bytes) -> bool:
     """True for a header that only this package may write; raises where the name is no token."""
@@ -295,12 +298,15 @@ def _check_name(name: bytes) -> bool:
 def header_lines(headers: Iterable[Header]) -> bytes:
     """`headers` as lines, without those that belong to one hop (`content-length`, `transfer-encoding`, `connection`,
     `host`), which the caller writes. Raises UnsafeHeaderError."""
-    lines = [b": ".join(header) for header in headers if not _check_name(header[0])]
-    lines.append(b"")
-    block = b"\r\n".join(lines)
+    parts: list[bytes] = []
+    count = 0
+    for name, value in headers:
+        if name in _USUAL or not _check_name(name):
+            parts += (name, b": ", value, b"\r\n")
+            count += 1
+    block = b"".join(parts)
     # One CR and one LF a line and no NUL, or some value holds what ends a line.
-    count = len(lines) - 1
-    if block.count(b"\n") != count or block.count(b"\r") != count or b"\0" in block:
+    if len(block) - len(block.translate(None, b"\r\n\0")) != 2 * count:
         raise UnsafeHeaderError("a header value holds CR, LF or NUL")
     return block
 

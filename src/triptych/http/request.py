@@ -54,7 +54,7 @@ class Request(Collector):
     )
 
     def __init__(self, head: RequestHead, connection: Connection) -> None:
-        super().__init__()
+        Collector.__init__(self)
         self.method = head.method
         self.target = head.target
         self.path = head.path
@@ -94,7 +94,7 @@ class Request(Collector):
     @property
     def origin_target(self) -> bytes:
         """The target without scheme and authority, in the form in which an origin server is asked (RFC 9112, 3.2.1)."""
-        if self.target.startswith(b"/"):
+        if self.target[:1] == b"/":
             return self.target
         path = self.path.encode("ascii")
         return b"%b?%b" % (path, self.query) if self.query else path
@@ -193,18 +193,18 @@ class Request(Collector):
         """The whole answer. `content-length` is computed; framing headers among `headers` are left out."""
         connection = self._begin()
         parts: Sequence[Buffer] = (body,) if isinstance(body, BUFFERS) else body
-        length = sum(map(len, parts))
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         bodiless = status in (204, 304)
         head = self._head(status, headers, b"" if bodiless else b"content-length: %d\r\n" % length)
         self.finished = True
         if bodiless or self.method == "HEAD":
-            connection.write(head)
+            connection.write(b"".join(head))
         elif length <= _JOIN_BELOW:
             self.bytes_sent = length
-            connection.write(b"".join((head, *parts)))
+            connection.write(b"".join((*head, *parts)))
         else:
             self.bytes_sent = length
-            connection.writelines((head, *parts))
+            connection.writelines((b"".join(head), *parts))
         if connection.write_paused:
             await connection.drained()
 
@@ -222,7 +222,7 @@ class Request(Collector):
             self._chunked = self.method != "HEAD"
         else:
             self.keep_alive = False
-        connection.write(self._head(status, headers, framing))
+        connection.write(b"".join(self._head(status, headers, framing)))
 
     async def send(self, data: Buffer) -> None:
         """Bytes of a streamed answer. Waits only while the client does not take what was sent (WriteStalled)."""
@@ -299,7 +299,8 @@ class Request(Collector):
             raise ClientGone("the client has left")
         return connection
 
-    def _head(self, status: int, headers: Sequence[Header], framing: bytes) -> bytes:
+    def _head(self, status: int, headers: Sequence[Header], framing: bytes) -> tuple[bytes, ...]:
+        """The head of the answer in pieces; the answer has begun then."""
         connection = self._connection
         line = status_line(status)
         lines = header_lines(headers)
@@ -311,9 +312,9 @@ class Request(Collector):
             tail = b"connection: keep-alive\r\n\r\n"
         else:
             tail = b"\r\n"
-        date = b"" if b"\r\ndate: " in lines or lines.startswith(b"date: ") else connection.date_line()
+        date = connection.server.date_line() if find(headers, b"date") is None else b""
         self.started = True
-        return b"".join((line, lines, date, framing, tail))
+        return line, lines, date, framing, tail
 
 
 class BodyChunks:

@@ -43,7 +43,7 @@ class Response(Collector):
     )
 
     def __init__(self, connection: UpstreamConnection) -> None:
-        super().__init__()
+        Collector.__init__(self)
         self.status = 0
         self.reason = b""
         self.headers: list[Header] = []

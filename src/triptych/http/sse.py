@@ -50,7 +50,7 @@ class EventScanner:
         """More of the stream; returns what may be passed on."""
         if not self._kept:
             at = data.find(b"\n\n")
-            if at > 0 and at == len(data) - 2 and b"\r" not in data and data[0] != 0x0A:
+            if at > 0 and at == len(data) - 2 and data.find(b"\r") < 0 and data[0] != 0x0A:
                 # The usual case, exactly one event.
                 self.events += 1
                 return data
