@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.body.texts import KEYS, OBJECTS, SPELLING, Pairs, joined, loads, steady, text_of
-from triptych.body.answer import AnswerError, entries, merge_handles, null_splices, top_level_object, top_level_value
+from triptych.body.answer import (
+    AnswerError,
+    entries,
+    merge_handles,
+    null_splices,
+    nulled,
+    top_level_object,
+    top_level_value,
+)
 from triptych.body.edit import apply
 
 
@@ -87,8 +95,9 @@ def test_merge_refuses_what_is_no_object() -> None:
 def test_nulling_touches_the_handles_and_nothing_else(value: Pairs, seed: int) -> None:
     raw = text_of(value, seed)
     keys = ("ec_transfer_params", "kv_transfer_params")
-    result = joined(apply(raw, null_splices(raw)))
-    assert loads(result) == [(key, None if key in keys else inner) for key, inner in loads(raw)]
+    wanted = [(key, None if key in keys else inner) for key, inner in loads(raw)]
+    assert loads(joined(nulled(raw))) == wanted
+    assert loads(joined(apply(raw, null_splices(raw)))) == wanted, "by a walk too"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,7 @@ def test_nulling_touches_the_handles_and_nothing_else(value: Pairs, seed: int) -
     ],
 )
 def test_answer_without_handles_goes_to_the_client_as_the_same_object(raw: bytes) -> None:
-    assert apply(raw, null_splices(raw))[0] is raw
+    assert nulled(raw)[0] is raw
 
 
 def test_large_answers_are_read_whatever_they_hold() -> None:
@@ -109,6 +118,22 @@ def test_large_answers_are_read_whatever_they_hold() -> None:
     assert top_level_object(raw, "ec_transfer_params") == b'{"h": 1}'
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"id":1,"kv_transfer_params":HERE}',
+        b'{"kv_transfer_params": HERE}',
+        b'{"kv_transfer_params":HERE,"kv_transfer_params":null}',
+        b'{"a":{"kv_transfer_params":1},"kv_transfer_params":HERE}',
+        rb'{"a":"\"kv_transfer_params\":{","kv_transfer_params":HERE}',
+        b'{"kv_transfer_params":HERE,"ec_transfer_params":HERE}',
+    ],
+)
+@pytest.mark.parametrize("handles", [b'{"ec_transfer_params":[1]}', b"{}", b"7"])
+def test_only_handles_at_the_top_level_are_nulled_each_copy_of_them(answer: bytes, handles: bytes) -> None:
+    assert joined(nulled(answer.replace(b"HERE", handles))) == answer.replace(b"HERE", b"null")
+
+
 def test_handles_are_nulled_in_an_answer_with_a_lone_surrogate_too() -> None:
     answer = rb'{"text":"\ud83d","kv_transfer_params":{"a":1}}'
-    assert b"".join(apply(answer, null_splices(answer))) == rb'{"text":"\ud83d","kv_transfer_params":null}'
+    assert b"".join(nulled(answer)) == rb'{"text":"\ud83d","kv_transfer_params":null}'

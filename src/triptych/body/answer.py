@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import msgspec
 
-from triptych.body.edit import Splice, apply
+from triptych.body.edit import Buffer, Splice, apply
 from triptych.body.request import HANDLES
 from triptych.body.scan import BodyError, Hint, Member, Scanner, check_utf8, validate_object
 
@@ -100,15 +100,22 @@ def merge_handles(handles: Iterable[bytes | None]) -> bytes | None:
     return b"{" + b",".join(merged.values()) + b"}" if merged else None
 
 
+def nulled(answer: bytes) -> Sequence[Buffer]:
+    """An answer to the client, with the handles at its top level nulled, as segments.
+
+    Raises:
+        AnswerError: the answer is not one JSON object.
+    """
+    quick = _quickly_nulled(answer)
+    return (quick,) if quick is not None else apply(answer, null_splices(answer))
+
+
 def null_splices(answer: bytes) -> list[Splice]:
     """Splices that null the handles at the top level of an answer to the client; none where all are absent or null.
 
     Raises:
         AnswerError: the answer is not one JSON object.
     """
-    quick = _quick_nulls(answer)
-    if quick is not None:
-        return quick
     return [
         Splice(member.value, member.end, b"null")
         for member in _members(answer)
@@ -130,29 +137,29 @@ def nulled_inside(answer: bytes, members: Collection[str]) -> bytes:
     return b"".join(apply(answer, splices))
 
 
-def _quick_nulls(answer: bytes) -> list[Splice] | None:
+def _quickly_nulled(answer: bytes) -> bytes | None:
     """The same without a walk, where each key is written plainly and once; None where it takes a walk to tell.
 
     msgspec finds the values while it validates, but not where they are. A key that stands once in the text, with its
     quotes, is the top-level one, since inside a string its quotes would be escaped; the value behind it is compared.
     """
-    if b"\\u00" in answer:
+    if answer.find(b"\\u00") >= 0:
         return None
     try:
-        check_utf8(answer, "answer")
+        if not answer.isascii():
+            check_utf8(answer, "answer")
         found = _decode_handles(answer)
     except (msgspec.MsgspecError, RecursionError, BodyError):
         return None
-    out: list[Splice] = []
+    out = answer
     named = (b'"ec_transfer_params":', found.ec_transfer_params), (b'"kv_transfer_params":', found.kv_transfer_params)
     for name, value in named:
         raw = bytes(value)
-        if (count := answer.count(name[:-1])) > 1:
+        if answer.count(name[:-1]) > 1:
             return None
-        if raw == b"null":
-            continue
-        start = answer.find(name) + len(name)
-        if count != 1 or not answer.startswith(raw, start):
-            return None
-        out.append(Splice(start, start + len(raw), b"null"))
+        if raw != b"null":
+            before = out
+            out = before.replace(name + raw, name + b"null", 1)
+            if out is before:  # white space before the value
+                return None
     return out
