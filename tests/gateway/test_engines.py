@@ -539,20 +539,6 @@ def test_cards_are_the_engines_own_once_per_name_and_the_configured_one() -> Non
     assert cards["m"]["max_model_len"] == 10
 
 
-def test_fleet_is_ready_when_every_model_can_answer_and_nothing_is_unknown() -> None:
-    fleet = fleet_of({"name": "a", "encode": urls(1), "combined": urls(1, 9000)})
-    encoder, engine = fleet.engines()
-    assert not fleet.ready
-    engine.probed(None)
-    assert not fleet.probed
-    encoder.probed("refused")
-    assert fleet.probed
-    assert fleet.ready, "without encoders it answers by plans without the encode stage"
-    for _ in range(3):
-        engine.probed("refused")
-    assert not fleet.ready
-
-
 def test_find_gives_every_engine_at_an_address() -> None:
     fleet = fleet_of({"name": "a", "combined": [URL]}, {"name": "b", "combined": [URL]})
     assert len(fleet.find(URL + "/")) == 2

@@ -12,6 +12,7 @@ import pytest
 from triptych.gateway.engines import Engine, Fleet
 from triptych.gateway.health import Prober
 from triptych.gateway.logs import Log
+from triptych.gateway.plan import ready
 from triptych.gateway.settings import GatewaySettings
 from triptych.http.client import Client
 from triptych.http.server import Request, Server, ServerLimits
@@ -100,7 +101,7 @@ async def test_live_engine_becomes_alive_and_its_names_are_known(engine: FakeEng
     setup = Setup(client, engine.url)
     await setup.prober.round()
     assert (setup.engine.state, setup.engine.names) == ("alive", {"m", "lora"})
-    assert setup.fleet.ready
+    assert ready(setup.fleet)
     assert setup.fleet.deployments[0].label == "m"
 
 
@@ -197,10 +198,10 @@ async def test_engine_that_starts_late_is_found(client: Client) -> None:
     try:
         async with setup.prober:
             await setup.until(lambda: setup.engine.state == "ejected")
-            assert not setup.fleet.ready
+            assert not ready(setup.fleet)
             await late.start(port)
             await setup.until(lambda: setup.engine.names is not None)
-            assert setup.fleet.ready
+            assert ready(setup.fleet)
     finally:
         await late.server.close()
 

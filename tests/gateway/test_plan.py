@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from triptych.gateway.engines import Deployment
+from triptych.gateway.engines import Deployment, Fleet
 from triptych.gateway.errors import ApiError
-from triptych.gateway.plan import Shape, choose, route
-from triptych.gateway.settings import ROLES, Health, Limits, ModelSettings
+from triptych.gateway.plan import Shape, choose, ready, route
+from triptych.gateway.settings import ROLES, GatewaySettings, Health, Limits, ModelSettings
 
 TEXT = Shape()
 MEDIA = Shape(items=2)
@@ -135,14 +135,6 @@ def test_media_that_cannot_be_planned_for_is_counted_where_there_are_encoders() 
     assert route(shape, without.pools, without.settings).degraded == ()
 
 
-def test_the_consumer_is_prefill_where_there_is_a_hop_and_else_the_answering_engine() -> None:
-    hop, direct = deployment("EPD"), deployment("EC")
-    plan = choose(route(MEDIA, hop.pools, hop.settings), hop, 2)
-    assert plan.consumer is plan.prefill
-    plan = choose(route(MEDIA, direct.pools, direct.settings), direct, 2)
-    assert plan.consumer is plan.final
-
-
 def test_a_plan_without_encode_stage_has_no_encode_legs() -> None:
     made = deployment("C")
     assert choose(route(MEDIA, made.pools, made.settings), made, 2).items == 0
@@ -157,6 +149,31 @@ def test_every_engine_at_its_limit_is_429_not_503() -> None:
     assert caught.value.status == 429
     lease.release()
     assert choose(route(TEXT, made.pools, made.settings), made, 0).final is made.combined.engines[0]
+
+
+def test_fleet_is_ready_when_every_model_can_be_answered_and_nothing_is_unknown() -> None:
+    model = {"name": "a", "encode": ["http://e:1"], "combined": ["http://c:1"]}
+    fleet = Fleet(GatewaySettings.model_validate({"models": [model]}))
+    encoder, engine = fleet.engines()
+    assert not ready(fleet)
+    engine.probed(None)
+    assert not fleet.probed
+    encoder.probed("refused")
+    assert fleet.probed
+    assert ready(fleet), "without encoders it answers by plans without the encode stage"
+    for _ in range(3):
+        engine.probed("refused")
+    assert not ready(fleet)
+
+
+def test_fleet_is_not_ready_where_text_would_be_refused() -> None:
+    model = {"name": "a", "prefill": ["http://p:1"], "decode": ["http://d:1"]}
+    fleet = Fleet(GatewaySettings.model_validate({"models": [model]}))
+    prefill, decode = fleet.engines()
+    decode.probed(None)
+    prefill.probed("refused")
+    assert fleet.probed
+    assert not ready(fleet)
 
 
 def test_every_role_is_a_pool() -> None:

@@ -20,6 +20,7 @@ from triptych.gateway.admission import Admission
 from triptych.gateway.engines import Deployment, Engine, Fleet
 from triptych.gateway.logs import Log
 from triptych.gateway.metrics import Metrics
+from triptych.gateway.plan import ready
 from triptych.gateway.timeline import Ring
 from triptych.http.errors import HttpError
 from triptych.http.head import Header
@@ -146,7 +147,7 @@ class Admin:
     def _engines(self) -> _Answer:
         return 200, {
             "version": triptych.__version__,
-            "ready": self._fleet.ready,
+            "ready": ready(self._fleet),
             "draining": self._draining,
             "requests": {
                 "in_flight": self._admission.requests,

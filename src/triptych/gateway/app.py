@@ -17,7 +17,7 @@ from triptych.body.request import HANDLES
 from triptych.body.scan import BodyError
 from triptych.gateway.admission import Admission, Overloaded, Ticket, TooLarge
 from triptych.gateway.endpoints import ENDPOINTS, Endpoint
-from triptych.gateway.engines import Deployment, Fleet, ModelRequired, UnknownModel
+from triptych.gateway.engines import Change, Deployment, Fleet, ModelRequired, UnknownModel
 from triptych.gateway.errors import ApiError, EngineRefused
 from triptych.gateway.handover import EcDialect, KvDialect, ec_dialects, kv_dialects
 from triptych.gateway.identity import Keyring, LegHeaders, answer_headers, request_id
@@ -28,11 +28,12 @@ from triptych.gateway.metrics import Metrics
 from triptych.gateway.multipart import look_for_model
 from triptych.gateway.pipeline.plan import Pipelines
 from triptych.gateway.pipeline.run import SpokenRun
-from triptych.gateway.plan import Route, Shape, choose, route
+from triptych.gateway.plan import Route, Shape, can_answer, choose, route
 from triptych.gateway.relay import Outcome
-from triptych.gateway.run import Run, Tools, answer
+from triptych.gateway.run import Run, answer
 from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Ring, Timeline
+from triptych.gateway.tools import Tools
 from triptych.gateway.upstream import Leg, LegError
 from triptych.http.client import Client
 from triptych.http.errors import BadRequest, BodyTimeout, BodyTooLarge, ClientGone, ServerSideError, WriteStalled
@@ -74,8 +75,13 @@ class Gateway:
         self.requests = Ring(settings.debug_requests)
         self.keyring = Keyring(settings.api_keys, settings.tenant_header)
         self.tools = Tools(settings, client, self.metrics, log, self.rng)
+        self._total = settings.deadlines.total
+        self._body_bytes = settings.limits.body_bytes
+        self._keep_uuids = "uuid" in settings.open
         self._dialects = {d: _dialects(d) for d in self.fleet.deployments}
         self._leg_headers = {d: self._headers_for(d) for d in self.fleet.deployments}
+        self._routes: dict[Deployment, dict[Shape, Route]] = {d: {} for d in self.fleet.deployments}
+        self.fleet.watchers.append(self._engine_changed)
         owned = frozenset().union(*(d.kv.owned for d in self._dialects.values()))
         self.intake = Intake.of(settings.open, settings.limits.items, owned)
         self.pipelines = Pipelines(self.fleet.deployments, settings, owned, self.metrics)
@@ -93,7 +99,7 @@ class Gateway:
         self.requests.add(timeline)
         status = 499
         try:
-            total = self.settings.deadlines.total
+            total = self._total
             if total is None:
                 outcome = await self._admitted(request, endpoint, timeline)
             else:
@@ -136,11 +142,11 @@ class Gateway:
             raise ApiError(504, message, reason="total") from None
 
     async def _admitted(self, request: Request, endpoint: Endpoint, timeline: Timeline) -> Outcome:
-        limits = self.settings.limits
-        tenant = self.keyring.tenant(request.headers, endpoint.api)
+        most = self._body_bytes
+        self.keyring.check(request.headers, endpoint.api)
         declared = request.content_length
-        if declared is not None and declared > limits.body_bytes:
-            raise ApiError(413, f"request body of {declared} bytes: at most {limits.body_bytes}", reason="body_size")
+        if declared is not None and declared > most:
+            raise ApiError(413, f"request body of {declared} bytes: at most {most}", reason="body_size")
         ticket = self.admission.try_admit(declared or 0) or await self.admission.admit(declared or 0)
         try:
             timeline.admit()
@@ -148,21 +154,21 @@ class Gateway:
                 with self.admission.upload(lambda: _streamed(request), request.fail):
                     return await self._form(request, endpoint, timeline, ticket)
             if request.body_ended:
-                raw = await request.read_body(limits.body_bytes)
+                raw = await request.read_body(most)
                 if declared is None:
                     ticket.grow(len(raw))
             elif declared is None:
                 with self.admission.upload(lambda: ticket.nbytes, request.fail):
-                    raw = await _chunked_body(request, limits.body_bytes, ticket)
+                    raw = await _chunked_body(request, most, ticket)
             else:
                 with self.admission.upload(lambda: request.buffered, request.fail):
-                    raw = await request.read_body(limits.body_bytes)
+                    raw = await request.read_body(most)
             timeline.bytes_in = len(raw)
-            return await self._planned(request, endpoint, timeline, raw, tenant).go()
+            return await self._planned(request, endpoint, timeline, raw).go()
         finally:
             ticket.release()
 
-    def _planned(self, request: Request, endpoint: Endpoint, timeline: Timeline, raw: bytes, tenant: bytes) -> Run:
+    def _planned(self, request: Request, endpoint: Endpoint, timeline: Timeline, raw: bytes) -> Run:
         """The request with its plan, nothing of it begun. Raises BodyError, ApiError, ModelRequired, UnknownModel."""
         asked = self.intake.read(raw, endpoint)
         deployment = self.fleet.resolve(asked.body.model)
@@ -179,9 +185,9 @@ class Gateway:
             asked.body,
             asked.media,
             deployment.settings,
-            tenant,
+            self.keyring.tenant(request.headers, endpoint.api) if stages.encode else b"",
             encode=stages.encode,
-            keep_uuids="uuid" in self.settings.open,
+            keep_uuids=self._keep_uuids,
         )
         if asked.media.items or asked.media.embeds:
             self.metrics.uuids("removed", bodies.removed)
@@ -218,12 +224,20 @@ class Gateway:
         )
 
     def _route(self, shape: Shape, deployment: Deployment, timeline: Timeline) -> Route:
-        stages = route(shape, deployment.pools, deployment.settings)
+        known = self._routes[deployment]
+        stages = known.get(shape)
+        if stages is None:
+            stages = known[shape] = route(shape, deployment.pools, deployment.settings)
         timeline.plan = stages.name
         for reason in stages.degraded:
             timeline.reason(reason)
             self.metrics.degraded(reason)
         return stages
+
+    def _engine_changed(self, _change: Change) -> None:
+        """Routes are remembered only as long as every engine stays as it is."""
+        for known in self._routes.values():
+            known.clear()
 
     async def _form(self, request: Request, endpoint: Endpoint, timeline: Timeline, ticket: Ticket) -> Outcome:
         """A multipart upload, streamed through on a plain plan."""
@@ -312,7 +326,7 @@ class Gateway:
 
     def _readiness(self) -> _Reply:
         """Ready once every engine was probed and every model can be answered; not any more while draining."""
-        missing = [d.label for d in self.fleet.deployments if not can_serve(d)]
+        missing = [d.label for d in self.fleet.deployments if not can_answer(d)]
         if self.draining:
             state = "draining"
         elif not self.fleet.probed:
@@ -349,15 +363,6 @@ class _Reply:
 
 
 _GETS = ("/health", "/readyz", "/version", "/v1/models")
-
-
-def can_serve(deployment: Deployment) -> bool:
-    """Whether a plain text request could be answered now."""
-    try:
-        route(Shape(), deployment.pools, deployment.settings)
-    except ApiError:
-        return False
-    return True
 
 
 def _dialects(deployment: Deployment) -> Dialects:

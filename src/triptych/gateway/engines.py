@@ -68,11 +68,6 @@ class Deployment:
             self._label = next((str(e.cards[0]["id"]) for e in self.answering if e.cards), "")
         return self._label or "default"
 
-    @property
-    def can_answer(self) -> bool:
-        """Whether an answering engine is in service."""
-        return self.combined.healthy or self.decode.healthy
-
     def engines(self) -> Iterator[Engine]:
         for pool in self.pools.values():
             yield from pool.engines
@@ -144,11 +139,6 @@ class Fleet:
     def probed(self) -> bool:
         """Whether something is known of every engine's health."""
         return all(e.state != "unknown" for e in self.engines())
-
-    @property
-    def ready(self) -> bool:
-        """Whether every model has an answering engine in service, by more than hope."""
-        return self.probed and all(d.can_answer for d in self.deployments)
 
     def _changed(self, change: Change) -> None:
         if change.what == "names":

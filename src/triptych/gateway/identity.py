@@ -38,7 +38,6 @@ HOP_BY_HOP = frozenset(
 _SET_PER_LEG = frozenset({b"host", b"expect", b"x-request-id", b"accept-encoding"})
 _RANK = frozenset({b"x-data-parallel-rank"})
 _KEYS = frozenset({b"authorization", b"x-api-key"})
-_NOTHING: frozenset[bytes] = frozenset()
 _NOT_IN_ANSWERS = HOP_BY_HOP | {b"x-request-id"}
 
 
@@ -61,6 +60,11 @@ class Keyring:
     def checks(self) -> bool:
         """Whether clients must show a key."""
         return bool(self._digests)
+
+    def check(self, headers: Sequence[Header], api: Api) -> None:
+        """Raises ApiError 401 if keys are configured and none of them is shown."""
+        if self._digests:
+            self.tenant(headers, api)
 
     def tenant(self, headers: Sequence[Header], api: Api) -> bytes:
         """The namespace of whoever asks: their key, within it the tenant header's value where one is configured.
@@ -104,23 +108,25 @@ class LegHeaders:
 
     def of(self, headers: Sequence[Header]) -> list[Header]:
         """The end-to-end headers that every leg gets; each leg adds its own id to them."""
-        named = _named_by_connection(headers)
-        drop = self._drop | named if named else self._drop
-        return [*(h for h in headers if h[0] not in drop), *self._own]
+        return [*_without(headers, self._drop), *self._own]
 
 
 def answer_headers(headers: Sequence[Header]) -> list[Header]:
     """The engine's end-to-end headers that the client gets; the request id is ours."""
-    named = _named_by_connection(headers)
-    drop = _NOT_IN_ANSWERS | named if named else _NOT_IN_ANSWERS
-    return [h for h in headers if h[0] not in drop]
+    return _without(headers, _NOT_IN_ANSWERS)
 
 
-def _named_by_connection(headers: Sequence[Header]) -> frozenset[bytes]:
-    named = [v for n, v in headers if n == b"connection"]
-    if not named:
-        return _NOTHING
-    return frozenset(token.strip().lower() for value in named for token in value.split(b","))
+def _without(headers: Sequence[Header], drop: frozenset[bytes]) -> list[Header]:
+    """The headers but for those called as in `drop`, and those that a `connection` header names."""
+    kept = []
+    named: set[bytes] = set()
+    for header in headers:
+        name = header[0]
+        if name not in drop:
+            kept.append(header)
+        elif name == b"connection":
+            named.update(token.strip().lower() for token in header[1].split(b","))
+    return [header for header in kept if header[0] not in named] if named else kept
 
 
 def _digest(data: bytes) -> bytes:

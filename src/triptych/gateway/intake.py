@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from triptych.body.items import ON_ENDPOINT, Closed, Media
 from triptych.body.media import find_media
@@ -18,7 +19,10 @@ from triptych.gateway.plan import Shape
 _OPENED_BY = {"embeds": "embeds", "prompt_embeds": "embeds", "image_pil": "embeds", "uuid_only": "uuid"}
 
 
-class Asked(NamedTuple):
+_PLAIN = {generates: Shape(generates=generates) for generates in (False, True)}
+
+
+class Asked(msgspec.Struct, frozen=True):
     """A request that may be sent on: its body, its media, and the shape that planning looks at."""
 
     body: RequestBody
@@ -47,6 +51,8 @@ class Intake:
         """
         body = RequestBody(raw, self.policy)
         media = find_media(body, endpoint.api, self.items)
+        if body.plain is not None:  # proved to hold nothing of what is looked for here
+            return Asked(body, media, _PLAIN[endpoint.generates])
         for closed in media.closed:
             if _OPENED_BY[closed.kind] not in self.open:
                 raise _closed(body, closed)

@@ -33,6 +33,14 @@ class LegBodies:
     consumer then gets as metadata, `merged` the handles in its body, `replaced` and `removed` count uuids.
     """
 
+    # As they are without media; what `_take_media` finds is each object's own.
+    rewritten = replaced = removed = 0
+    _consumer_params: bytes | None = None
+    _uuids: Sequence[Sequence[Splice]] = ()  # per item, the splices that leave it with the right uuid
+    _embeds: Sequence[Splice] = ()
+    _raw_parts: Sequence[Splice] = ()
+    _consumer_parts: Sequence[Splice] = ()
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -47,16 +55,17 @@ class LegBodies:
         self.endpoint = endpoint
         self.body = body
         self.media = media
-        self.rewritten = 0
-        self.replaced = 0
-        self.removed = 0
         self._settings = settings
         self._keep_uuids = keep_uuids
-        self._consumer_params: bytes | None = None
         self._distinct: list[int] = []  # per encode leg, the index of the first item that is its item
+        if media.items or media.embeds:
+            self._take_media(tenant, encode=encode)
+
+    def _take_media(self, tenant: bytes, *, encode: bool) -> None:
+        media = self.media
         self._place: dict[int, int] = {}  # index of an item -> index of its encode leg
         self._leg_of: dict[str, int] = {}  # digest -> index of its encode leg
-        self._uuids: list[list[Splice]] = []  # per item, the splices that leave it with the right uuid
+        self._uuids: list[list[Splice]] = []
         for index, item in enumerate(media.items):
             uuid = self._take(index, item, tenant) if encode and item.content else None
             self._uuids.append(self._set_uuid(item, uuid))

@@ -64,10 +64,6 @@ class Histogram:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.total += seconds
-
 
 class Histograms(dict[Key, Histogram]):
     """Histograms by label values, bounded like Counts."""
@@ -79,7 +75,8 @@ class Histograms(dict[Key, Histogram]):
             histogram = self[key]
         except KeyError:
             histogram = self.setdefault(_bounded(self, key), Histogram())
-        histogram.observe(seconds)
+        histogram.counts[bisect_left(BUCKETS, seconds)] += 1
+        histogram.total += seconds
 
 
 class Metrics:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from triptych.gateway.engines import Deployment, Engine, Pool
+import msgspec
+
+from triptych.gateway.engines import Deployment, Engine, Fleet, Pool
 from triptych.gateway.errors import ApiError
 from triptych.gateway.settings import ModelSettings, Role
 
@@ -38,7 +40,7 @@ class PoolState(Protocol):
     def healthy(self) -> bool: ...
 
 
-class Route(NamedTuple):
+class Route(msgspec.Struct, frozen=True):
     """The stages of a plan. degraded: reasons, each counted, why it is less than the deployment could do."""
 
     encode: bool
@@ -53,7 +55,7 @@ class Route(NamedTuple):
         return "p_d" if self.prefill else "plain"
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True):
     """The legs of one request: engines chosen, nothing called yet.
 
     items: how many encode legs, one per distinct item; each takes its encoder when its turn comes, since no other leg
@@ -64,15 +66,6 @@ class Plan(NamedTuple):
     items: int
     prefill: Engine | None
     final: Engine
-
-    @property
-    def name(self) -> PlanName:
-        return self.route.name
-
-    @property
-    def consumer(self) -> Engine:
-        """The engine that takes encoder output."""
-        return self.prefill or self.final
 
 
 def route(shape: Shape, pools: Mapping[str, PoolState], settings: ModelSettings) -> Route:
@@ -141,6 +134,20 @@ def _need(role: Role, pools: Mapping[str, PoolState]) -> Role:
     if not pools[role].healthy:
         raise ApiError(503, f"no healthy {role} engine", retry_after=2, reason=f"no_{role}")
     return role
+
+
+def can_answer(deployment: Deployment) -> bool:
+    """Whether a plain text request could be answered now."""
+    try:
+        route(Shape(), deployment.pools, deployment.settings)
+    except ApiError:
+        return False
+    return True
+
+
+def ready(fleet: Fleet) -> bool:
+    """Whether something is known of every engine, and every model can be answered."""
+    return fleet.probed and all(can_answer(d) for d in fleet.deployments)
 
 
 def choose(stages: Route, deployment: Deployment, items: int) -> Plan:

@@ -8,19 +8,18 @@ client is told in band.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
-from triptych.body.answer import AnswerError, null_splices, nulled_inside
-from triptych.body.edit import apply
+from triptych.body.answer import AnswerError, nulled, nulled_inside
 from triptych.body.scan import BodyError, validate
 from triptych.gateway.endpoints import Api
+from triptych.gateway.engines import Deployment
 from triptych.gateway.errors import ApiError
 from triptych.gateway.identity import answer_headers
-from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Timeline
+from triptych.gateway.tools import Tools
 from triptych.gateway.upstream import Leg, LegError, LegStatus, failed, read_answer
 from triptych.http.client import Response
 from triptych.http.errors import CutError, UpstreamError
@@ -44,7 +43,7 @@ _END_MARKS: dict[Api, bytes] = {
 }
 
 
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct, frozen=True):
     """How the relay ended.
 
     status: of the status line that the client got. failure: why the answer is not a good one though it was relayed,
@@ -57,50 +56,43 @@ class Outcome(NamedTuple):
 
 
 class Relay:
-    """One answer on its way. own_headers: the gateway's (request id); first_token: told once when a stream begins."""
+    """One answer on its way. own_headers: the gateway's (request id)."""
 
     __slots__ = (
         "api",
-        "deadlines",
-        "first_token",
-        "gateway_key",
-        "keep_handles",
+        "deployment",
         "leg",
-        "limits",
         "own_headers",
         "request",
         "timeline",
+        "tools",
     )
 
     def __init__(
         self,
+        tools: Tools,
         request: Request,
         api: Api,
-        leg: Leg,
+        deployment: Deployment,
         timeline: Timeline,
-        first_token: Callable[[], None],
+        leg: Leg,
         own_headers: list[Header],
-        settings: GatewaySettings,
-        gateway_key: bool,
     ) -> None:
-        """gateway_key: the engine was shown the gateway's own key, so a refused key is none of the client's."""
+        self.tools = tools
         self.request = request
         self.api = api
-        self.leg = leg
+        self.deployment = deployment
         self.timeline = timeline
-        self.first_token = first_token
+        self.leg = leg
         self.own_headers = own_headers
-        self.deadlines = settings.deadlines
-        self.limits = settings.limits
-        self.gateway_key = gateway_key
-        self.keep_handles = "answer_handles" in settings.open
 
     async def run(self, response: Response) -> Outcome:
         """Relay the response.
 
         Raises LegError or ApiError only while nothing has been sent to the client.
         """
-        if response.status in (401, 403) and self.gateway_key:
+        # Then a refused key is none of the client's.
+        if response.status in (401, 403) and self.deployment.settings.engine_api_key is not None:
             raise ApiError(
                 502,
                 f"{self.leg} refused the gateway's own key ({response.status}): check `engine_api_key`",
@@ -114,12 +106,13 @@ class Relay:
         return await self._bytes(response)
 
     async def _whole(self, response: Response, *, is_json: bool) -> Outcome:
-        body = await read_answer(self.leg, response, self.limits.answer_bytes, self.deadlines.stream_idle)
+        tools = self.tools
+        body = await read_answer(self.leg, response, tools.answer_bytes, tools.stream_idle)
         segments: Buffer | Sequence[Buffer] = body
         good = response.status < 300
-        if is_json and not self.keep_handles and b"_transfer_params" in body:
+        if is_json and not tools.shows_handles and body.find(b"_transfer_params") >= 0:
             try:
-                segments = apply(body, null_splices(body))
+                segments = nulled(body)
             except AnswerError as error:
                 if good:
                     raise LegError(self.leg.name, "invalid_response", f"{self.leg}: {error}") from error
@@ -148,7 +141,7 @@ class Relay:
         """
         request = self.request
         try:
-            async for data in response.chunks(timeout=self.deadlines.stream_idle):
+            async for data in response.chunks(timeout=self.tools.stream_idle):
                 if not request.started:
                     await request.start(response.status, self._head(response))
                 await request.send(data)
@@ -164,8 +157,8 @@ class Relay:
         return Outcome(response.status)
 
     async def _events(self, response: Response) -> Outcome:
-        request, idle = self.request, self.deadlines.stream_idle
-        scanner = EventScanner(self.limits.event_bytes)
+        request, idle = self.request, self.tools.stream_idle
+        scanner = EventScanner(self.tools.event_bytes)
         end_mark = _END_MARKS.get(self.api, b"")
         told = False
         last = b""
@@ -173,9 +166,9 @@ class Relay:
         def relay(data: bytes) -> bool:
             nonlocal told, last
             events = scanner.feed(data)
-            if b"_transfer_params" in events:
+            if events.find(b"_transfer_params") >= 0:
                 events = self._without_handles(events)
-            if b"error" in events and _tells_error(events):
+            if events.find(b"error") >= 0 and _tells_error(events):
                 told = True
             last = events or last
             return request.send_nowait(events)
@@ -185,7 +178,7 @@ class Relay:
             async for data in response.chunks(timeout=idle):
                 events = scanner.feed(data)
                 if events:
-                    if b"_transfer_params" in events:
+                    if events.find(b"_transfer_params") >= 0:
                         events = self._without_handles(events)
                     await self._begin(response)
                     told = _tells_error(events)
@@ -202,7 +195,7 @@ class Relay:
                 if not request.started:
                     await self._begin(response)
                 await request.send(self._without_handles(error.ready))
-            message = f"{self.leg} sent an event of more than {self.limits.event_bytes} bytes"
+            message = f"{self.leg} sent an event of more than {self.tools.event_bytes} bytes"
             return await self._broken(LegError(self.leg.name, "oversize", message))
         except UpstreamError as error:
             if not end_mark or end_mark not in last:  # else all was said that there was to say
@@ -214,10 +207,12 @@ class Relay:
 
     def _without_handles(self, events: bytes) -> bytes:
         """Events with the handles in them nulled, unless a setting shows them."""
-        return events if self.keep_handles else _TELLING_DATA.sub(_nulled, events)
+        return events if self.tools.shows_handles else _TELLING_DATA.sub(_nulled_event, events)
 
     async def _begin(self, response: Response) -> None:
-        self.first_token()
+        seconds = self.timeline.first_token()
+        if seconds is not None:
+            self.tools.metrics.first_token(self.timeline.plan, seconds, self.deployment.label)
         await self.request.start(response.status, self._head(response))
 
     async def _broken(self, error: LegError) -> Outcome:
@@ -241,7 +236,7 @@ def _content_type(headers: list[Header]) -> bytes:
     return b""
 
 
-def _nulled(data: re.Match[bytes]) -> bytes:
+def _nulled_event(data: re.Match[bytes]) -> bytes:
     try:
         return data[1] + nulled_inside(data[2], _WHOLE_ANSWERS)
     except AnswerError:

@@ -7,7 +7,6 @@ on an engine given back: legs end in `finally`, and leaving a leg's await closes
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -20,31 +19,17 @@ from triptych.gateway.engines import Deployment, Engine, Lease
 from triptych.gateway.errors import ApiError, EngineRefused
 from triptych.gateway.handover import EcContext, EcDialect, KvContext, KvDialect
 from triptych.gateway.legs import LegBodies
-from triptych.gateway.logs import Log
-from triptych.gateway.metrics import Metrics
 from triptych.gateway.plan import Plan
 from triptych.gateway.relay import Outcome, Relay
-from triptych.gateway.settings import GatewaySettings
 from triptych.gateway.timeline import Timeline
+from triptych.gateway.tools import Tools
 from triptych.gateway.upstream import Leg, LegError, call_leg, open_leg
-from triptych.http.client import Client
 from triptych.http.head import Header
 from triptych.http.request import Buffer, Request
 
 _RANK = b"x-data-parallel-rank"
 # vLLM 0.32 takes it like the body's `priority` (entrypoints/generate/base/serving.py).
 _PRIORITY = b"x-vllm-priority"
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What every run uses and none owns."""
-
-    settings: GatewaySettings
-    client: Client
-    metrics: Metrics
-    log: Log
-    rng: random.Random
 
 
 @dataclass(slots=True)
@@ -204,15 +189,16 @@ class Run:
     def _leg(self, name: str, lease: Lease) -> Leg:
         engine: Engine = lease.engine
         suffix = "" if self.kv.same_id and not name.startswith("enc") else f"-{name}"
+        role = engine.role
         return Leg(
-            name=engine.role if name == "decode" else name,
-            role=engine.role,
-            pool=self.deployment.pools[engine.role],
-            lease=lease,
-            target=self.request.origin_target,
-            headers=[*self.headers, (b"x-request-id", f"{self.request_id}{suffix}".encode())],
-            body=(),
-            timing=self.timeline.leg(name, engine.role, engine.url),
+            role if name == "decode" else name,
+            role,
+            self.deployment.pools[role],
+            lease,
+            self.request.origin_target,
+            [*self.headers, (b"x-request-id", f"{self.request_id}{suffix}".encode())],
+            (),
+            self.timeline.leg(name, role, engine.url),
         )
 
 
@@ -229,26 +215,10 @@ async def answer(
 
     Raises LegError, ApiError while nothing has been sent to the client.
     """
-    settings, metrics = tools.settings, tools.metrics
-
-    def first_token() -> None:
-        seconds = timeline.first_token()
-        if seconds is not None:
-            metrics.first_token(timeline.plan, seconds, deployment.label)
-
     try:
-        response = await open_leg(tools.client, leg, settings.deadlines.first_byte, metrics)
+        response = await open_leg(tools.client, leg, tools.first_byte, tools.metrics)
         try:
-            relay = Relay(
-                request,
-                endpoint.api,
-                leg,
-                timeline,
-                first_token,
-                own_headers,
-                settings,
-                deployment.settings.engine_api_key is not None,
-            )
+            relay = Relay(tools, request, endpoint.api, deployment, timeline, leg, own_headers)
             outcome = await relay.run(response)
         except ApiError:  # the engine's answer was such that the client gets another one
             leg.status = "http_error"
@@ -260,5 +230,5 @@ async def answer(
         raise
     leg.status = outcome.leg
     if outcome.failure is not None and outcome.status < 400:
-        metrics.stream_error(leg.role, outcome.leg)
+        tools.metrics.stream_error(leg.role, outcome.leg)
     return outcome

@@ -183,6 +183,17 @@ async def test_no_healthy_encoder_is_503_under_the_strict_policy(plan: Any) -> N
         assert (await rig.post(TEXT)).status == 200, "text needs no encoder"
 
 
+async def test_a_plan_is_of_the_engines_as_they_are_when_the_request_comes() -> None:
+    async with Rig("e_pd") as rig:
+        for plan, change in (("e_pd", None), ("plain", "hold"), ("e_pd", "restore")):
+            for engine in rig.gateway.fleet.engines():
+                if change and engine.role == "encode":
+                    getattr(engine, change)()
+            before = rig.count("requests", plan=plan, status="200")
+            assert (await rig.post(IMAGE)).status == 200
+            assert rig.count("requests", plan=plan, status="200") == before + 1
+
+
 async def test_no_healthy_prefill_is_503() -> None:
     async with Rig("p_d") as rig:
         eject(rig, "prefill")
