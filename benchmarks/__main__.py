@@ -9,13 +9,15 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import cost, duplicate_keys, epd, latency, memory, transfer
+from benchmarks import cost, duplicate_keys, epd, latency, memory, pipeline, transfer
 from benchmarks.bars import Bar
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the gateway costs, as ratios.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="cost, epd, memory, latency, duplicate_keys, transfer")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="cost, epd, memory, latency, duplicate_keys, transfer, pipeline"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (default 5)")
     parser.add_argument("--seconds", type=float, default=3.0, help="load per measurement (default 3)")
     asked = parser.parse_args()
@@ -26,6 +28,7 @@ def main() -> int:
         "latency": latency.run,
         "duplicate_keys": duplicate_keys.run,
         "transfer": lambda: transfer.run(asked.rounds),
+        "pipeline": lambda: pipeline.run(asked.rounds),
     }
     unknown = [name for name in asked.names if name not in known]
     if unknown:
