@@ -17,8 +17,7 @@ import av
 import pytest
 
 from tests.e2e.pipeline_rig import Pipeline, all_or_first_error, hear, left, pipeline
-from triptych.families.tiny_omni.sound import SAMPLE_RATE
-from triptych.families.tiny_omni.talker import TAIL
+from triptych.families.tiny_omni.sound import SAMPLE_RATE, TAIL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

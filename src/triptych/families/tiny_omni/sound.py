@@ -16,6 +16,8 @@ HOP: Final = 240
 CODEBOOKS: Final = 8
 CODES: Final = 1024
 """Values of a code."""
+TAIL: Final = 4
+"""Steps of the talker from the thinker's last token to its own end; the last of them gives no frame."""
 MARK: Final = CODEBOOKS - 1
 """The codebook that says whose frame it is."""
 

@@ -9,11 +9,9 @@ import torch
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 
 from triptych.families.tiny_omni.recipe import SPECIALS
-from triptych.families.tiny_omni.sound import CODEBOOKS, CODES, MARK
+from triptych.families.tiny_omni.sound import CODEBOOKS, CODES, MARK, TAIL
 from triptych.stage.model import Row
 
-TAIL: Final = 4
-"""Frames after the thinker's last token."""
 _END: Final = SPECIALS.index("<|im_end|>")
 
 
