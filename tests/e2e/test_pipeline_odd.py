@@ -31,16 +31,17 @@ async def nothing_left(up: Pipeline) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_talkers_that_are_preempted_say_every_frame_once(tmp_path: Path) -> None:
+async def test_over_tcp_talkers_that_are_preempted_say_every_frame_once(tmp_path: Path) -> None:
     stage: dict[str, Any] = {"talker": {"args": ["--num-gpu-blocks-override=14", "--max-model-len=256"]}}
-    with pipeline(tmp_path, stages_more=stage) as up:
+    with pipeline(tmp_path, connector="tcp", stages_more=stage) as up:
         right(up, await ask(up, 8, 100), 100)
         assert counter(up.engines.url("talker-0"), "vllm:num_preemptions_total") > 0
         await nothing_left(up)
 
 
-async def test_over_tcp_and_without_overlap_the_same_is_heard(tmp_path: Path) -> None:
-    with pipeline(tmp_path, connector="tcp", overlap=False) as up:
+@pytest.mark.soak
+async def test_without_overlap_the_same_is_heard_after_the_last_word(tmp_path: Path) -> None:
+    with pipeline(tmp_path, overlap=False) as up:
         heard = await ask(up, 4, 60)
         right(up, heard, 60)
         for each in heard:

@@ -31,6 +31,7 @@ from triptych.launch.events import (
     Stopping,
     exit_reason,
 )
+from triptych.launch.load import Load
 from triptych.launch.supervisor import Supervisor
 
 PALETTE = ("cyan", "magenta", "yellow", "green", "blue", "bright_red", "bright_cyan", "bright_magenta")
@@ -55,6 +56,8 @@ class Display:
         self._width = 0
         self._began = time.monotonic()
         self._dropped = 0
+        self._loads: Mapping[str, Load | None] = {}
+        self._closing = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="display", daemon=True)
         self._thread.start()
@@ -77,8 +80,24 @@ class Display:
         """Takes the live table away: all is ready."""
         self._work.put(self._stop_live)
 
+    @property
+    def live(self) -> bool:
+        """Whether there is a table that changes."""
+        return self._wants_live
+
+    def loads(self, loads: Mapping[str, Load | None]) -> None:
+        """Shows what the processes have to do, in a live table below everything else, until the display is closed."""
+        if self._wants_live:
+            self._work.put(lambda: self._show_loads(loads))
+
+    def _show_loads(self, loads: Mapping[str, Load | None]) -> None:
+        self._loads = loads
+        if self._live is None and not self._closing:
+            self._start_live()
+
     def close(self) -> None:
         """Writes what is left, as far as the terminal takes it, and ends."""
+        self._closing = True
         self._work.put(self._stop_live)
         self._work.put(None)
         self._thread.join(CLOSING)
@@ -118,6 +137,28 @@ class Display:
             live.stop()
 
     def _table(self) -> Table:
+        return self._loads_table() if self._loads else self._starts_table()
+
+    def _loads_table(self) -> Table:
+        """Stages (or roles), and what they have to do."""
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for title in ("", "state", "streams", "waiting", "KV"):
+            table.add_column(title, no_wrap=True, justify="left" if title in ("", "state") else "right")
+        for status in self._supervisor.status() if self._supervisor else ():
+            load = self._loads.get(status.name)
+            told = (
+                ("-", "-", "")
+                if load is None
+                else (str(load.running + load.waiting), str(load.waiting), _percent(load))
+            )
+            table.add_row(
+                Text(status.name, self._colours.get(status.name, "")),
+                Text(status.state.value, STATE_STYLE.get(status.state, "")),
+                *(Text(each, "" if load is not None and load.running + load.waiting else "dim") for each in told),
+            )
+        return table
+
+    def _starts_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for _ in range(3):
             table.add_column(no_wrap=True)
@@ -132,6 +173,10 @@ class Display:
                 Text(status.last_line if status.state is State.STARTING else "", "dim"),
             )
         return table
+
+
+def _percent(load: Load) -> str:
+    return "" if load.cache is None else f"{load.cache * 100:.0f} %"
 
 
 def words(event: Event) -> tuple[str, str] | None:

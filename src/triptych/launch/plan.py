@@ -75,6 +75,8 @@ class Plan:
     gateway_config: Mapping[str, Any] | None
     """what the gateway's configuration file holds"""
     gateway_file: Path | None
+    admin_url: str | None = None
+    """of the gateway's admin listener, where it has a fixed port"""
 
 
 def needs(topology: Topology, front: Front | None) -> list[Need]:
@@ -150,7 +152,10 @@ def plan(topology: Topology, site: Site, front: Front | None) -> Plan:
     )
     host = f"[{front.host}]" if ":" in front.host else front.host
     config = gateway_config(topology, found, site) | {"listen": f"{host}:{port}"}
-    return Plan((*found, gateway), _edges(topology), url, config, file)
+    admin = None
+    if front.admin and (GATEWAY, ADMIN) in site.ports:
+        admin = f"http://{reachable(front.admin[0])}:{site.ports[GATEWAY, ADMIN]}"
+    return Plan((*found, gateway), _edges(topology), url, config, file, admin)
 
 
 def gateway_config(topology: Topology, processes: Iterable[ProcessSpec], site: Site | None = None) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Running:
         self.gateway: EngineHandle | None = handles.pop(GATEWAY, None)
         self.engines: Mapping[str, EngineHandle] = handles
         self.gateway_url = made.gateway_url
+        self.admin_url = made.admin_url
 
 
 def _secret() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from triptych.launch.display import Display
 from triptych.launch.events import Event, GaveUp
+from triptych.launch.load import EVERY, look
 from triptych.launch.plan import GATEWAY
 from triptych.launch.ports import PortError
 from triptych.launch.running import NotInstalled, Running, launch
@@ -65,7 +66,7 @@ async def serve(
         async with launch(topology, log_dir=log_dir, policy=policy, prepared=prepared) as running:
             display.started()
             display.say(_welcome(running))
-            await loop.create_future()
+            await _watch(running, display)
     except asyncio.CancelledError:
         if not asked:
             raise
@@ -80,6 +81,18 @@ async def serve(
         for number in numbers:
             loop.remove_signal_handler(number)
     return outcome
+
+
+async def _watch(running: Running, display: Display) -> None:
+    """Show what the processes have to do, for ever."""
+    if not display.live:
+        await asyncio.get_running_loop().create_future()
+    urls = {engine.name: f"{engine.url}/metrics" for engine in running.engines.values()}
+    if running.admin_url is not None:
+        urls[GATEWAY] = f"{running.admin_url}/metrics"
+    while True:
+        display.loads(await look(urls))
+        await asyncio.sleep(EVERY)
 
 
 def _welcome(running: Running) -> str:
