@@ -28,6 +28,8 @@ def _text(kind: str, architecture: str) -> Recipe:
         tensors=tuple(text_tensors("model.", "lm_head.weight", SPECIALS, biases=True)),
         tokenizer_class="Qwen2TokenizerFast",
         processor_class="",
+        # The likeliest token unless a request says otherwise: one that is drawn may be the end.
+        files={"generation_config.json": {"eos_token_id": SPECIALS.index("<|im_end|>"), "temperature": 0.0}},
     )
 
 
