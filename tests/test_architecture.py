@@ -27,14 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stage": {"engine", "models", "scheduling"},
     "families": {"models", "processors", "stage", "transfer"},
     "processors": {"transfer"},
-    "launch": {"config", "gateway", "engine", "models"},
+    "launch": {"config", "gateway", "engine", "models", "transfer"},
     "sim": {"http"},
     "models": set(),
     "demo": {"launch", "models"},
     "cli": {"config", "gateway", "launch", "sim", "models", "demo", "transfer"},
 }
 # What the launcher may know of them: settings to check, and facts that need no engine.
-ONLY = {"gateway": {"settings"}, "engine": {"check", "light"}}
+ONLY = {"gateway": {"settings"}, "engine": {"check", "light"}, "transfer": {"connectors", "errors"}}
 
 # What runs inside vLLM's processes, and nowhere else.
 IN_ENGINES = (

@@ -81,6 +81,12 @@ class Pipeline:
     def client(self) -> Any:
         return client(self.url)
 
+    def deployment(self) -> str:
+        """The name under which the ends of its edges find each other."""
+        argv = self.engines.plan.processes[0].argv
+        config = json.loads(argv[argv.index("--additional-config") + 1])
+        return str(config["stage"]["connector"]["extra"]["deployment"])
+
     def timeline(self, request_id: str) -> dict[str, Any]:
         """What the gateway knows of a request."""
         with urllib.request.urlopen(f"{self.admin}/debug/requests/{request_id}", timeout=10) as answer:
@@ -179,8 +185,8 @@ def _running(url: str) -> float:
     )
 
 
-def shared_memory() -> set[str]:
-    """What of Triptych's is in shared memory or in its runtime directories, with the processes that own it."""
+def shared_memory(deployment: str) -> set[str]:
+    """What of a run is in shared memory, with the processes that have it."""
     found = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -188,7 +194,7 @@ def shared_memory() -> set[str]:
         try:
             for fd in os.listdir(f"/proc/{entry}/fd"):
                 target = os.readlink(f"/proc/{entry}/fd/{fd}")
-                if "triptych:" in target:
+                if f"triptych:{deployment}:" in target:
                     found.add(f"{entry}:{target}")
         except OSError:
             continue

@@ -19,6 +19,7 @@ from triptych.gateway.logs import Log
 from triptych.gateway.process import Running as RunningGateway
 from triptych.gateway.process import running
 from triptych.gateway.settings import GatewaySettings
+from triptych.launch.plan import Plan
 from triptych.launch.running import EngineHandle, Running, launch
 from triptych.launch.topology import Topology
 
@@ -72,6 +73,12 @@ class Engines:
     def __getitem__(self, name: str) -> EngineHandle:
         assert self._running is not None
         return self._running.engines[name]
+
+    @property
+    def plan(self) -> Plan:
+        """What was started."""
+        assert self._running is not None
+        return self._running.plan
 
     def names(self) -> list[str]:
         """Every engine's."""

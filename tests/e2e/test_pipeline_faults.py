@@ -10,16 +10,20 @@ import pytest
 from openai import APIError, APIStatusError
 
 from tests.e2e.pipeline_rig import STAGES, Pipeline, all_or_first_error, hear, pipeline, shared_memory
+from triptych.transfer.connectors.survey import deployments
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
-    before = shared_memory()
     with pipeline(tmp_path_factory.mktemp("faults"), talkers=2) as up:
         yield up
-    assert shared_memory() <= before
+        run = up.deployment()
+        assert run in {deployment.name for deployment in deployments()}
+        assert shared_memory(run)
+    assert not shared_memory(run)
+    assert run not in {deployment.name for deployment in deployments()}  # though engines of it were killed
 
 
 async def test_two_talkers_share_the_work_and_each_stream_stays_with_one(speaking: Pipeline) -> None:

@@ -22,6 +22,8 @@ from triptych.launch.site import Site
 from triptych.launch.stages import SECRET
 from triptych.launch.supervisor import Policy, Process, Status, Supervisor
 from triptych.launch.topology import Topology
+from triptych.transfer.connectors.survey import collect
+from triptych.transfer.errors import ConnectorError
 
 # What our EC connector's store may take in shared memory before its directory goes to disk instead.
 MEMORY_NEED = 2 << 30
@@ -79,6 +81,12 @@ class Running:
         self.admin_url = made.admin_url
 
 
+def _tidy() -> None:
+    """Take away what ends of edges that have died left behind, of other runs too."""
+    with contextlib.suppress(ConnectorError):
+        collect()
+
+
 def _secret() -> str:
     """That of the environment, where edges reach other machines; else one of this run's own."""
     return os.environ.get(SECRET) or secrets.token_hex(32)
@@ -102,6 +110,9 @@ async def launch(
     if problem := missing(topology):
         raise NotInstalled(problem)
     with contextlib.ExitStack() as stack:
+        if topology.stages:
+            _tidy()
+            stack.callback(_tidy)
         front = gateway_front(topology)
         reserved = stack.enter_context(Reservations())
         ports = reserved.take(needs(topology, front))
