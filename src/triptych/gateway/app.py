@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -164,7 +165,10 @@ class Gateway:
                 with self.admission.upload(lambda: request.buffered, request.fail):
                     raw = await request.read_body(most)
             timeline.bytes_in = len(raw)
-            return await self._planned(request, endpoint, timeline, raw).go()
+            run = self._planned(request, endpoint, timeline, raw)
+            run.sent = partial(ticket.shrink, len(raw))
+            del raw
+            return await run.go()
         finally:
             ticket.release()
 

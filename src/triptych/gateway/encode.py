@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from triptych.body.answer import AnswerError, top_level_object
 from triptych.gateway.engines import Lease, Pool
-from triptych.gateway.errors import EngineRefused
+from triptych.gateway.errors import EngineRefused, first_of
 from triptych.gateway.logs import Log
 from triptych.gateway.metrics import Metrics
 from triptych.gateway.settings import ENCODE_ANSWER_BYTES
@@ -52,7 +52,7 @@ class EncodeStage:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(bounded(item)) for item in range(count)]
         except* (LegError, EngineRefused) as failures:
-            raise _first(failures) from None
+            raise first_of(failures) from None
         return [task.result() for task in tasks]
 
     async def _leg(self, item: int, make_leg: Callable[[int, Lease], Leg]) -> bytes | None:
@@ -107,10 +107,3 @@ class EncodeStage:
             return top_level_object(answer.body, "ec_transfer_params")
         except AnswerError as error:
             raise LegError(leg.name, "invalid_response", f"{leg}: {error}") from error
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

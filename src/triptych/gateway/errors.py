@@ -89,7 +89,8 @@ class ApiError(Exception):
 
 
 class EngineRefused(Exception):
-    """An engine's own 4xx (or a final leg's 5xx): the client gets it as the engine wrote it, once, never retried."""
+    """An engine's own refusal, a 4xx (of a pipeline's first stage whatever is no 200): the client gets it as the engine
+    wrote it, once, never retried. The answering leg's is relayed like any answer and needs no exception."""
 
     def __init__(self, leg: str, status: int, headers: list[Header], body: bytes) -> None:
         super().__init__(f"{leg} answered {status}")
@@ -97,6 +98,14 @@ class EngineRefused(Exception):
         self.status = status
         self.headers = headers
         self.body = body
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _sendable(text: str) -> str:

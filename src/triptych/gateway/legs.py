@@ -23,6 +23,8 @@ from triptych.gateway.settings import ModelSettings
 _NOT_ON_PREFILL = ("stream_options", "min_tokens")
 # With these a consumer derives another identifier for a metadata-only part than the encoder did for the media.
 _REHASHING = ("mm_processor_kwargs", "media_io_kwargs")
+# What stands in the place of a body that was let go.
+_NOTHING, _NO_MEDIA = RequestBody(b"{}"), Media()
 
 
 class LegBodies:
@@ -73,6 +75,10 @@ class LegBodies:
         self._embeds = [splice for item in media.embeds for splice in self._set_uuid(item, None)]
         self._raw_parts = [splice for splices in self._uuids for splice in splices] + self._embeds
         self._consumer_parts = self._raw_parts
+
+    def let_go(self) -> None:
+        """All bodies are made that are needed: what they were made from need not be kept."""
+        self.body, self.media = _NOTHING, _NO_MEDIA
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from triptych.body.answer import AnswerError, top_level_object
 from triptych.gateway.encode import EncodeStage
 from triptych.gateway.endpoints import Endpoint
 from triptych.gateway.engines import Deployment, Engine, Lease
-from triptych.gateway.errors import ApiError, EngineRefused
+from triptych.gateway.errors import ApiError, EngineRefused, first_of
 from triptych.gateway.handover import EcContext, EcDialect, KvContext, KvDialect
 from triptych.gateway.legs import LegBodies
 from triptych.gateway.plan import Plan
@@ -36,7 +36,8 @@ _PRIORITY = b"x-vllm-priority"
 class Run:
     """One request on its way through its plan; `go` is called once.
 
-    headers: the client's that every leg gets. own_headers: the gateway's on the answer.
+    headers: the client's that every leg gets. own_headers: the gateway's on the answer. sent: told once no leg has the
+    client's body to send any more.
     """
 
     tools: Tools
@@ -51,6 +52,7 @@ class Run:
     timeline: Timeline
     headers: list[Header]
     own_headers: list[Header]
+    sent: Callable[[], None] = lambda: None
 
     async def go(self) -> Outcome:
         """Run all legs and relay the answer.
@@ -134,6 +136,7 @@ class Run:
             answer = await call_leg(
                 tools.client, leg, settings.deadlines.prefill, settings.limits.prefill_answer_bytes, tools.metrics
             )
+            leg.body = ()
             if answer.status != 200:
                 leg.status = "http_error"
                 if answer.status in (401, 403) and self._gateway_key:
@@ -156,6 +159,7 @@ class Run:
         """Both legs together; whichever fails first ends the other."""
         final.body = self._decode_body(context, None)
         prefill.pinned = final.pinned = True  # each engine has been told of the other
+        self.sent = lambda: None  # prefill may have to send when decode's answer has begun
         outcome: Outcome | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -164,10 +168,7 @@ class Run:
         except BaseExceptionGroup as failures:
             if outcome is not None:
                 return outcome  # the client has its answer: what prefill said after it is only counted
-            error: BaseException = failures
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+            raise first_of(failures) from None
         return outcome
 
     def _decode_body(self, context: KvContext, handed: bytes | None) -> Sequence[Buffer]:
@@ -180,7 +181,10 @@ class Run:
 
     def _answer(self, leg: Leg) -> Coroutine[Any, Any, Outcome]:
         # Not a coroutine of its own: each is one more to pass through with every wake-up of a request.
-        return answer(self.tools, self.request, self.endpoint, self.deployment, self.timeline, leg, self.own_headers)
+        self.bodies.let_go()
+        return answer(
+            self.tools, self.request, self.endpoint, self.deployment, self.timeline, leg, self.own_headers, self.sent
+        )
 
     @property
     def _gateway_key(self) -> bool:
@@ -210,13 +214,16 @@ async def answer(
     timeline: Timeline,
     leg: Leg,
     own_headers: list[Header],
+    sent: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Run the answering leg and relay what it says; the caller ends the leg.
+    """Run the answering leg and relay what it says; the caller ends the leg. sent: told when its answer begins.
 
     Raises LegError, ApiError while nothing has been sent to the client.
     """
     try:
         response = await open_leg(tools.client, leg, tools.first_byte, tools.metrics)
+        leg.body = ()  # nothing is sent again from here on, and a stream may take minutes
+        sent()
         try:
             relay = Relay(tools, request, endpoint.api, deployment, timeline, leg, own_headers)
             outcome = await relay.run(response)

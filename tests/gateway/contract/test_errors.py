@@ -152,6 +152,18 @@ async def test_there_is_a_budget_of_bytes_in_flight_as_well_as_of_requests() -> 
         await rig.settled()
 
 
+@pytest.mark.parametrize("plan", ["plain", "p_d"])
+async def test_a_body_that_an_engine_has_is_not_in_flight_while_its_answer_streams(plan: Any) -> None:
+    big = chat("x" * 6000, stream=True)
+    sims = {role: {"costs": {"token": 0.05}} for role in ("combined", "decode")}
+    async with Rig(plan, limits={"bytes": 10_000, "queue": 0}, sims=sims) as rig, rig.client() as client:
+        client.send(big)
+        assert (await client.answer_head())[0] == 200
+        assert rig.gateway.admission.nbytes == 0
+        assert rig.gateway.admission.requests == 1
+        assert (await rig.post(big)).status == 200
+
+
 async def test_so_many_items_and_no_more() -> None:
     async with Scripted() as c, Gate(combined=[c.url], limits={"items": 2}) as gate:
         assert (await gate.post(chat(images=2))).status == 200
