@@ -15,8 +15,10 @@ from typing import Any
 
 import av
 import pytest
+from openai import APIError
 
 from tests.e2e.pipeline_rig import Pipeline, all_or_first_error, hear, left, pipeline
+from tests.e2e.rig import client
 from triptych.families.tiny_omni.sound import SAMPLE_RATE, TAIL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -143,6 +145,13 @@ async def test_a_client_that_leaves_frees_every_stage(speaking: Pipeline) -> Non
     async with speaking.client() as openai:
         heard = await hear(openai, "a very long story", 400, until_sound=1)
     assert heard.sound_at
+    await nothing_left(speaking)
+
+
+async def test_the_codec_serves_nobody_who_is_in_no_pipeline(speaking: Pipeline) -> None:
+    async with client(speaking.engines.url("codec-0")) as openai:
+        with pytest.raises(APIError):
+            await openai.completions.create(model="omni", prompt=[0], max_tokens=5, timeout=20)
     await nothing_left(speaking)
 
 

@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from triptych.engine.seams import SCHEDULING, require
-from triptych.scheduling.config import StageConfig, adapter_config, stage_config, stream_of
+from triptych.scheduling.config import STREAM, StageConfig, adapter_config, stage_config, stream_of
 from triptych.scheduling.output import Refused, StageRequestData
 from triptych.scheduling.status import register_status
 from triptych.scheduling.wake import engine_core, waker
@@ -118,6 +118,11 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
             self._failed[request.request_id] = str(error)
             return
         if stream is None:
+            if self._stage.worker == "generation":  # without chunks it would have nothing to do, for ever
+                self._failed[request.request_id] = (
+                    f"stage {self._stage.name or self._stage.id} serves requests of a pipeline only: "
+                    f"vllm_xargs.{STREAM} is missing"
+                )
             return
         name, source = stream
         if name in self._by_stream:

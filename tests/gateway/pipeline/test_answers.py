@@ -202,6 +202,11 @@ async def test_what_stages_trust_cannot_be_sent_by_a_client(path: str) -> None:
         ("chat/completions", {"modalities": ["audio"], "audio": {"format": "wav"}, "stream": True}, "audio.format"),
         ("chat/completions", {"modalities": ["audio"], "audio": {"format": "wav"}, "n": 2}, "n"),
         ("chat/completions", {"modalities": ["audio"], "audio": {"format": "wav", "voice": 3}}, "audio.voice"),
+        (
+            "chat/completions",
+            {"modalities": ["audio"], "audio": {"format": "wav"}, "use_beam_search": True},
+            "use_beam_search",
+        ),
         ("chat/completions", {"modalities": ["audio"], "audio": {"format": "wav"}, "vllm_xargs": 3}, "vllm_xargs"),
         ("audio/speech", {"input": ""}, "input"),
         ("audio/speech", {"input": 5}, "input"),

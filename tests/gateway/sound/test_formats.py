@@ -7,6 +7,7 @@ import builtins
 import gc
 import importlib
 import io
+import threading
 import wave
 from typing import Any
 
@@ -125,6 +126,17 @@ async def test_an_encoder_may_be_fed_by_another_thread_each_time() -> None:
     out.append(await asyncio.to_thread(made.finish))
     made.close()
     assert (decoded("flac", b"".join(out))[0] * 32768).astype("<i2").tobytes() == TONE
+
+
+@pytest.mark.parametrize("form", LOSSY)
+def test_closing_waits_for_the_thread_that_still_feeds(form: str) -> None:
+    for _ in range(30):
+        made = encoder(form, RATE)
+        thread = threading.Thread(target=lambda made=made: [made.feed(TONE[:9600]) for _ in range(20)])
+        thread.start()
+        made.close()
+        thread.join()
+        assert made.feed(TONE[:100]) == made.finish() == b""
 
 
 def test_a_thousand_encoders_leave_nothing() -> None:

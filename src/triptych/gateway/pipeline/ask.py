@@ -54,6 +54,8 @@ def chat_ask(body: RequestBody) -> Ask | None:
         raise _wrong("audio.format", "must be pcm16 in a stream")
     if body.get("n") not in (None, 1):
         raise _wrong("n", "must be 1 where sound is asked for")
+    if body.truth("use_beam_search"):
+        raise _wrong("use_beam_search", "must be false where sound is asked for")
     options = body.get("stream_options")
     usage = stream and isinstance(options, dict) and options.get("include_usage") is True
     return Ask(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import struct
+import threading
 from typing import Any, Final, NamedTuple, Protocol
 
 RATES: Final = range(8_000, 192_001)
@@ -19,7 +20,7 @@ class FormatUnavailable(Exception):
 
 
 class Encoder(Protocol):
-    """Makes one stream. Used by one thread at a time; `close` it on every path."""
+    """Makes one stream. `close` it on every path; what is fed after that gives nothing."""
 
     def feed(self, pcm: bytes) -> bytes:
         """More samples (little-endian); what of the stream is ready. Raises ValueError for half a sample."""
@@ -163,9 +164,15 @@ class _Av:
         if kind.bit_rate:
             self._stream.bit_rate = kind.bit_rate
         self._samples = 0
+        # Whoever feeds may be given up while its thread still runs: it is waited for before anything is freed.
+        self._turn = threading.Lock()
 
     def feed(self, pcm: bytes) -> bytes:
-        if not _even(pcm):
+        with self._turn:
+            return self._feed(_even(pcm))
+
+    def _feed(self, pcm: bytes) -> bytes:
+        if not pcm or self._container is _CLOSED:
             return b""
         count = len(pcm) // 2
         frame = self._av.AudioFrame(format="s16", layout="mono", samples=count)
@@ -178,16 +185,20 @@ class _Av:
         return self._out.take()
 
     def finish(self) -> bytes:
-        for packet in self._stream.encode(None):
-            self._container.mux(packet)
-        self._container.close()
-        return self._out.take()
+        with self._turn:
+            if self._container is _CLOSED:
+                return b""
+            for packet in self._stream.encode(None):
+                self._container.mux(packet)
+            self._container.close()
+            return self._out.take()
 
     def close(self) -> None:
-        # A container that is closed in the middle still writes its end: to nobody.
-        container, self._container = self._container, _CLOSED
-        container.close()
-        self._out.take()
+        with self._turn:
+            # A container that is closed in the middle still writes its end: to nobody.
+            container, self._container = self._container, _CLOSED
+            container.close()
+            self._out.take()
 
 
 class _Closed:
