@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.transfer.adapter.memory import Exchange, MemoryConnector
 from triptych.transfer.adapter.adapter import ChunkTransferAdapter
 from triptych.transfer.connectors.base import Connector
-from triptych.transfer.payload import Ids, Meta, StagePayload
+from triptych.transfer.payload import Ids, StagePayload
 
 WAITING_FOR_CHUNK = RequestStatus["WAITING_FOR_CHUNK"]
 PATIENCE_S = 20.0
@@ -193,6 +193,3 @@ def end(stage: ChunkTransferAdapter) -> None:
     assert not stage._lot.active
     assert not stage._lot.origin
     assert not stage._lot.clock
-
-
-__all__ = ["MemoryConnector", "Meta"]

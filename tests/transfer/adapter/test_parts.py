@@ -151,7 +151,8 @@ def test_a_window_of_none_is_no_window() -> None:
     [
         (None, {}, "ACCEPT"),
         ({}, {}, "ACCEPT"),
-        ({"cancelled": True}, {}, "DRAINING"),
+        ({"cancelled": True}, {}, "ANEW"),
+        ({"cancelled": True, "terminal_pending": True}, {}, "DRAINING"),
         ({"terminal_pending": True}, {}, "DRAINING"),
         ({"terminal_pending": True}, {"terminal": True}, "DRAINING"),
         ({"segment": 2}, {"generation": 1}, "LATE"),

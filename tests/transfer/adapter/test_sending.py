@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 from tests.transfer.adapter.memory import MemoryConnector
 from tests.transfer.adapter.stages import adapter, drain, end, forward, pair, poll, request, send, tokens
 from triptych.transfer.adapter.adapter import ChunkTransferAdapter
+from triptych.transfer.adapter.loops import Told
 from triptych.transfer.connectors.base import Connector, Mark
 from triptych.transfer.payload import Codes, Meta, StagePayload
 
@@ -345,7 +346,7 @@ def test_a_chunk_is_made_once_however_often_it_waits() -> None:
         send(stage, of, None, new_token_ids=[number])
     drain(stage)
     for _ in range(3):
-        stage.ring_sender("ext_0", None)  # as if there were credit
+        stage.ring_sender(Told("ext_0"))  # as if there were credit
         drain(stage)
     for number in range(4):
         got = to.connector.get("0", "1", f"ext_0_{number}")
@@ -362,7 +363,7 @@ def test_a_consumer_that_never_reads_ends_its_stream_when_too_much_waits() -> No
         send(stage, made, tokens(number))
     drain(stage)
     for _ in range(3):
-        stage.ring_sender("ext_0", None)
+        stage.ring_sender(Told("ext_0"))
         drain(stage)
     assert stage.collect_failed_send_request_ids() == {made.request_id: "stage 0 -> 1: its consumer is 3 chunks behind"}
     assert not stage.is_congested("ext")
@@ -439,9 +440,29 @@ def test_a_stop_after_the_last_chunk_concerns_nobody() -> None:
     made = request(status=STOPPED)
     send(stage, made, tokens(1))
     drain(stage)
-    stage.ring_sender("ext_0", "late")
+    stage.ring_sender(Told("ext_0", "late"))
     drain(stage)
     assert not stage.collect_stopped_request_ids()
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_stop_of_an_older_generation_does_not_end_the_newer(sent: bool) -> None:
+    stage, _, _ = pair()
+    first, second = request(), request()
+    send(stage, first, tokens(1))
+    drain(stage)
+    old = puts(stage)[0][1].generation
+    abort(stage, first)
+    drain(stage)
+    send(stage, second, tokens(2))
+    if sent:
+        drain(stage)
+    stage.ring_sender(Told("ext_0", "enough", old if sent else None))
+    drain(stage)
+    assert not stage.collect_stopped_request_ids()
+    stage.ring_sender(Told("ext_0", "enough", puts(stage)[-1][1].generation))
+    drain(stage)
+    assert list(stage.collect_stopped_request_ids()) == [second.request_id]
 
 
 def test_another_request_cannot_join_a_stream_that_was_stopped() -> None:
@@ -449,7 +470,7 @@ def test_another_request_cannot_join_a_stream_that_was_stopped() -> None:
     made, newcomer = request(), request()
     send(stage, made, tokens(1))
     drain(stage)
-    stage.ring_sender("ext_0", "enough")
+    stage.ring_sender(Told("ext_0", "enough"))
     drain(stage)
     send(stage, newcomer, tokens(1))
     assert stage.collect_failed_send_request_ids() == {
@@ -565,6 +586,32 @@ def test_a_name_can_be_used_again_as_soon_as_its_generation_is_over() -> None:
     assert not exchange.streams["ext_0"].over
 
 
+def test_a_name_can_be_used_again_while_the_last_put_of_its_aborted_generation_is_under_way() -> None:
+    stage, to, exchange = pair()
+    first, second = request(), request()
+    connector = stage.connector
+    assert isinstance(connector, MemoryConnector)
+    put = connector.put
+
+    def interrupted(**place: object) -> object:
+        if not exchange.streams:
+            abort(stage, first)
+            send(stage, second, tokens(2))
+        return put(**place)  # type: ignore[arg-type]
+
+    connector.put = interrupted  # type: ignore[method-assign, assignment]
+    send(stage, first, tokens(1))
+    assert not drain(stage)
+    assert not stage.collect_failed_send_request_ids()
+    got = to.connector.get("0", "1", "ext_0_0")
+    assert got is not None
+    assert got[0]["ids"]["tokens"] == [2]
+    assert stage.put_req_chunk["ext"] == 1
+    abort(stage, second)
+    drain(stage)
+    end(stage)
+
+
 def test_a_newcomer_is_refused_while_a_terminal_is_still_to_be_sent() -> None:
     stage, _, _ = pair()
     first, second = request(status=STOPPED), request()
@@ -586,6 +633,7 @@ def test_what_was_sent_stays_when_a_consumer_is_slow_but_the_sender_has_finished
     send(stage, made, tokens(1))
     drain(stage)
     abort(stage, made)
+    abort(stage, request())
     drain(stage)
     assert stage.connector._pending_keys == {"ext_0_0"}  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from triptych.transfer.connectors.base import Connector, StreamConnector
 
@@ -33,7 +33,15 @@ def is_streamed(request: Any) -> bool:
 
 def at_edge(sender: int, reason: str) -> str:
     """A reason with the edge where it came about, unless it names that already."""
-    return reason if _EDGE.match(reason) else f"stage {sender} -> {sender + 1}: {reason}"
+    return reason if _EDGE.search(reason) else f"stage {sender} -> {sender + 1}: {reason}"
+
+
+class Told(NamedTuple):
+    """Of an own stream: it has credit again, or, with a reason, nobody wants the rest of it."""
+
+    stream: str
+    stopped: str | None = None
+    generation: int | None = None
 
 
 class Doorbell:
@@ -48,11 +56,11 @@ class Doorbell:
 
     def writable(self, stream: str) -> None:
         """For the save thread."""
-        self._adapter.ring_sender(stream, None)
+        self._adapter.ring_sender(Told(stream))
 
-    def stopped(self, stream: str, reason: str) -> None:
-        """For the save thread."""
-        self._adapter.ring_sender(stream, reason)
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
+        """For the save thread. `generation`: of the mark that the stopped chunks were put with, where that is known."""
+        self._adapter.ring_sender(Told(stream, reason, generation))
 
 
 class TransferLoops:
@@ -63,7 +71,7 @@ class TransferLoops:
 
     wake: Callable[[], None]
     rung: deque[str]
-    told: deque[tuple[str, str | None]]
+    told: deque[Told]
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -97,9 +105,9 @@ class TransferLoops:
         self.rung.append(stream)
         self._notify_receiver()
 
-    def ring_sender(self, stream: str, stopped: str | None) -> None:
-        """An own stream has credit again, or is not wanted any more, for this reason. On the connector's thread."""
-        self.told.append((stream, stopped))
+    def ring_sender(self, told: Told) -> None:
+        """Something about an own stream. On the connector's thread."""
+        self.told.append(told)
         self._notify_sender()
 
     def _notify_receiver(self) -> None:

@@ -94,6 +94,7 @@ class Admission(Enum):
     """What becomes of a chunk that the scheduler hands over."""
 
     ACCEPT = auto()
+    ANEW = auto()  # in a generation of its own: the one before is cancelled, and only a send in flight is left of it
     LATE = auto()
     DRAINING = auto()
 
@@ -106,8 +107,10 @@ def admission(stream: SenderStream | None, request_id: str, chunk: Facts) -> Adm
     """
     if stream is None:
         return Admission.ACCEPT
-    if stream.cancelled or stream.terminal_pending:
+    if stream.terminal_pending:
         return Admission.DRAINING
+    if stream.cancelled:
+        return Admission.ANEW
     if stream.ended is not None:
         if stream.request_id != request_id:
             return Admission.DRAINING
@@ -144,6 +147,11 @@ class SenderStreams:
     def make(self, external_id: str) -> SenderStream:
         """A new generation, registered by nobody yet."""
         return SenderStream(external_id=external_id, number=next(self._numbers))
+
+    def supersede(self, external_id: str) -> None:
+        """Retire a cancelled generation though a send of it is in flight: what that publishes is taken back after it,
+        and before anything of the next generation, since all of it is done in the order of the queue."""
+        self._retire(self.by_id[external_id])
 
     def accept(self, request: Any, chunk: Facts, *, counts_segments: bool) -> SenderStream:
         """Note an admitted chunk: watermark, segment, fence. The boundary's watermark goes with its segment."""

@@ -88,6 +88,9 @@ class Sending(TransferLoops):
         chunk = Facts(segment_generation, confirmed_num_computed_tokens, is_segment_finished, finished)
         with self._sender_state_lock:
             verdict = admission(self._senders.by_id.get(request.external_req_id), request.request_id, chunk)
+            if verdict is Admission.ANEW:
+                self._senders.supersede(request.external_req_id)
+                verdict = Admission.ACCEPT
             if verdict is Admission.ACCEPT:
                 processed = self.custom_process_next_stage_input_func is not None
                 seen = self._snapshot_processor_request(request) if processed else request
@@ -285,15 +288,16 @@ class Sending(TransferLoops):
         """Take up streams that have credit again, in front of the queue; end those that are not wanted."""
         suffix = f"_{self.stage_id}"
         while self.told:
-            name, reason = self.told.popleft()
-            external_id = name.removesuffix(suffix)
-            if reason is None:
+            told = self.told.popleft()
+            external_id = told.stream.removesuffix(suffix)
+            if told.stopped is None:
                 with self._sender_state_lock:
                     self._pending_save_reqs.extendleft(reversed(self._senders.resume(external_id)))
                 continue
             stream = self._senders.by_id.get(external_id)
-            if stream is not None:
-                self._consumer_left(stream, reason)
+            # A name may have been begun anew since its older generation was stopped.
+            if stream is not None and stream.attempted and told.generation in (None, stream.number):
+                self._consumer_left(stream, told.stopped)
 
     def _consumer_left(self, stream: SenderStream, reason: str) -> None:
         with self._sender_state_lock:
@@ -336,13 +340,12 @@ class Sending(TransferLoops):
         if self._streams is None:
             return
         name = self._name(task.external_id)
+        attempted = task.stream.attempted if task.stream is not None else 0
         if task.reason is not None:
             # Before anything is withdrawn, which ends the stream too: the receiver is told once, or the second word
             # could meet the next stream of this name.
             self._streams.fail(str(self.stage_id), str(self.stage_id + 1), name, task.reason)
-        if task.stream is not None:
-            keys = [f"{name}_{number}" for number in range(task.stream.attempted)]
-            self._reclaimed_shm_total += self._streams.discard(keys)
+        self._reclaimed_shm_total += self._streams.discard([f"{name}_{number}" for number in range(attempted)])
 
     def _name(self, external_id: str) -> str:
         return f"{external_id}_{self.stage_id}"
