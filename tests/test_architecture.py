@@ -138,3 +138,13 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
 def test_no_module_is_longer_than_500_lines() -> None:
     long = {str(p.relative_to(ROOT)): n for p in MODULES if (n := len(p.read_text("utf-8").splitlines())) > 500}
     assert not long
+
+
+def test_no_pattern_repeats_a_group_possessively() -> None:
+    """Before 3.11.5 Python matches `(?:a|b)*+` wrongly (gh-106052): on Debian's 3.11.2 every request with an image was an
+    error. `(?>(?:a|b)*)` says the same and is right everywhere."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
+                text = node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value
+                assert not re.search(r"\)(?:[*+?]|\{\d*,?\d*\})\+", text) or "`(" in text, f"{path}:{node.lineno}"

@@ -34,15 +34,17 @@ _CHUNK: Final = 1 << 16
 _LONG: Final = 1 << 16
 _FEW_ESCAPES: Final = 4
 
+# Nothing in these patterns backtracks. Groups are atomic, `(?>(?:…)*)`, and not possessive, `(?:…)*+`, which says the
+# same: until 3.11.5 Python matched a possessive group wrongly where there is a choice in it (gh-106052).
 _WS: Final = rb"[ \t\n\r]*+"
-_SHORT: Final = rb'"[^"\\]{0,256}+(?:\\.[^"\\]{0,256}+){0,16}+"'
+_SHORT: Final = rb'"[^"\\]{0,256}+(?>(?:\\.[^"\\]{0,256}+){0,16})"'
 
 
 def balanced(depth: int) -> bytes:
     """Pattern of a container of short strings that nests at most `depth` levels deep (linear: nothing backtracks)."""
-    body = rb'[^][{}"]*+(?:' + _SHORT + rb'[^][{}"]*+)*+'
+    body = rb'[^][{}"]*+(?>(?:' + _SHORT + rb'[^][{}"]*+)*)'
     for _ in range(depth - 1):
-        body = rb'[^][{}"]*+(?:(?:' + _SHORT + rb"|[\[{]" + body + rb'[]}])[^][{}"]*+)*+'
+        body = rb'[^][{}"]*+(?>(?:(?:' + _SHORT + rb"|[\[{]" + body + rb'[]}])[^][{}"]*+)*)'
     return rb"[\[{]" + body + rb"[]}]"
 
 
@@ -52,7 +54,8 @@ VALUE: Final = rb"(?:" + _SHORT + rb'|[^][{}", \t\n\r]++|' + balanced(10) + rb")
 _MEMBER: Final = re.compile(
     _WS + rb'"([^"\\]{0,64}+)"' + _WS + rb":" + _WS
     # A short string, a number or word, a flat container; anything else leaves the group empty.
-    + rb'((?:"[^"\\]{0,512}+"|[^][{}", \t\n\r]++|[\[{][^][{}"]{0,256}+(?:"[^"\\]{0,64}+"[^][{}"]{0,64}+){0,16}+[]}])?+)'
+    + rb'((?>(?:"[^"\\]{0,512}+"|[^][{}", \t\n\r]++'
+    + rb'|[\[{][^][{}"]{0,256}+(?>(?:"[^"\\]{0,64}+"[^][{}"]{0,64}+){0,16})[]}])?))'
     + _WS + rb",?+"
 )  # fmt: skip
 _member: Final = _MEMBER.match
@@ -62,8 +65,8 @@ _SPACE: Final = re.compile(_WS)
 _DATA: Final = re.compile(rb'"data(?::[a-z]{1,16}/[a-z0-9.+-]{1,64};base64,|" ?: ?")').match
 _SCALAR: Final = re.compile(rb'[^][{}", \t\n\r]++')
 _SMALL: Final = re.compile(balanced(5), re.DOTALL)
-_ESCAPES: Final = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+){0,256}+', re.DOTALL)
-_GAP: Final = re.compile(rb'[^"\[\]{}]*+(?:"[^"\\]{0,256}+"[^"\[\]{}]*+){0,256}+')
+_ESCAPES: Final = re.compile(rb'[^"\\]*+(?>(?:\\.[^"\\]*+){0,256})', re.DOTALL)
+_GAP: Final = re.compile(rb'[^"\[\]{}]*+(?>(?:"[^"\\]{0,256}+"[^"\[\]{}]*+){0,256})')
 
 _names: Final = {
     name.encode(): name
@@ -119,7 +122,7 @@ class Rules(NamedTuple):
         member = rb'"(?:' + plain + rb"|" + names + rb')"' + _WS + rb":" + _WS + VALUE
         # A scalar must end before the window of the match does.
         member += rb"(?=[ \t\n\r,}])"
-        run = rb"(" + member + rb"(?:" + _WS + rb"," + _WS + member + rb")*+)"
+        run = rb"(" + member + rb"(?>(?:" + _WS + rb"," + _WS + member + rb")*))"
         return cls(keys, re.compile(run, re.DOTALL))
 
 
