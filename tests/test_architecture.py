@@ -141,8 +141,8 @@ def test_no_module_is_longer_than_500_lines() -> None:
 
 
 def test_no_pattern_repeats_a_group_possessively() -> None:
-    """Before 3.11.5 Python matches `(?:a|b)*+` wrongly (gh-106052): on Debian's 3.11.2 every request with an image was an
-    error. `(?>(?:a|b)*)` says the same and is right everywhere."""
+    """Before 3.11.5 Python matches `(?:a|b)*+` wrongly (gh-106052): on Debian's 3.11.2 every request with an image was
+    an error. `(?>(?:a|b)*)` says the same and is right everywhere."""
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
