@@ -148,3 +148,11 @@ def test_no_pattern_repeats_a_group_possessively() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
                 text = node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value
                 assert not re.search(r"\)(?:[*+?]|\{\d*,?\d*\})\+", text) or "`(" in text, f"{path}:{node.lineno}"
+
+
+def test_nothing_is_raised_in_an_except_star() -> None:
+    """Before 3.11.4 Python makes a group of what is raised there, and nobody catches that."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.TryStar):
+                assert not any(isinstance(each, ast.Raise) for each in ast.walk(node)), f"{path}:{node.lineno}"

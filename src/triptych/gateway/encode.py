@@ -51,7 +51,7 @@ class EncodeStage:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(bounded(item)) for item in range(count)]
-        except* (LegError, EngineRefused) as failures:
+        except BaseExceptionGroup as failures:  # not `except*`: before 3.11.4 what is raised in one comes as a group
             raise first_of(failures) from None
         return [task.result() for task in tasks]
 
