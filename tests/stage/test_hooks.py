@@ -195,3 +195,46 @@ def test_the_newer_model_runner_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(SeamError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         Worker().init_device()
+
+
+class FakeBase:
+    """In the place of vLLM's worker, behind the hooks."""
+
+    def __init__(self, model: Any, *, eager: bool = False, embeds: bool = False, speculative: Any = None) -> None:
+        self.use_v2_model_runner = False
+        config = {"stage": {"id": 1, "role": "receiver"}}
+        self.vllm_config = SimpleNamespace(
+            additional_config=config,
+            speculative_config=speculative,
+            model_config=SimpleNamespace(enforce_eager=eager),
+        )
+        self.model_runner = Runner(model)
+        self.model_runner.enable_prompt_embeds = embeds  # type: ignore[attr-defined]
+        self.model_runner.supports_mm_inputs = False  # type: ignore[attr-defined]
+
+    def init_device(self) -> None:
+        pass
+
+    def load_model(self) -> None:
+        pass
+
+
+class Worker(StageHooks, FakeBase):
+    """Of a test."""
+
+
+@pytest.mark.parametrize("options", [{"eager": True}, {"embeds": True}])
+def test_a_model_with_embeddings_of_its_own_starts_where_they_are_looked_at(options: dict[str, bool]) -> None:
+    Worker(Feeling(), **options).load_model()
+
+
+def test_elsewhere_it_is_refused_with_what_to_do() -> None:
+    with pytest.raises(SeamError, match="--enable-prompt-embeds"):
+        Worker(Feeling()).load_model()
+    Worker(object()).load_model()
+
+
+def test_speculative_decoding_is_refused() -> None:
+    with pytest.raises(ValueError, match="without speculative decoding"):
+        Worker(object(), speculative=object()).init_device()
+    Worker(object()).init_device()

@@ -52,6 +52,8 @@ WORKER: Final = (
         ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
     ),
     Seam(f"{_RUNNER}.__init__.input_batch", "in which order a step's requests lie in the batch"),
+    Seam(f"{_RUNNER}.__init__.enable_prompt_embeds", "whether a compiled model looks at embeddings"),
+    Seam(f"{_RUNNER}.__init__.supports_mm_inputs", "the same of a model that takes media"),
     Seam(f"{_RUNNER}.__init__.input_ids", "the tokens of a step where the model is fed embeddings"),
     Seam("vllm.v1.outputs:ModelRunnerOutput.pooler_output", "what a stage's model says goes to the scheduler with it"),
     Seam("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", "the same where the sampled tokens come later"),

@@ -117,7 +117,7 @@ class Gateway:
                 status = await self._refuse(request, endpoint, timeline, ApiError(502, str(refused)))
             else:
                 status = refused.status
-                headers = [*answer_headers(refused.headers), *_own_headers(timeline)]
+                headers = [*answer_headers(refused.headers), *_own_headers(timeline), _timing(timeline)]
                 await request.respond(refused.status, headers, refused.body)
         except (ApiError, LegError, BodyError, Overloaded, TooLarge, ModelRequired, UnknownModel, ServerSideError) as e:
             error = _api_error(e)
@@ -291,7 +291,7 @@ class Gateway:
         try:
             reply = self._look_up(request, endpoint)
             status = reply.status
-            head = [(b"content-type", b"application/json"), *reply.headers, *_own_headers(timeline)]
+            head = [(b"content-type", b"application/json"), *reply.headers, *_own_headers(timeline), _timing(timeline)]
             await request.respond(reply.status, head, reply.body)
         except ApiError as error:
             timeline.error = error.reason
@@ -347,7 +347,8 @@ class Gateway:
             self.metrics.refused(error.reason)
         api = endpoint.api if endpoint is not None else "other"
         if not request.started:
-            await request.respond(error.status, [*error.head(), *_own_headers(timeline)], error.body(api))
+            head = [*error.head(), *_own_headers(timeline), _timing(timeline)]
+            await request.respond(error.status, head, error.body(api))
             return error.status
         if request.finished or request.gone or timeline.first is None:
             request.abort()
@@ -403,6 +404,10 @@ async def _chunked_body(request: Request, limit: int, ticket: Ticket) -> bytes:
         ticket.grow(len(data))
         pieces.append(data)
     return b"".join(pieces)
+
+
+def _timing(timeline: Timeline) -> Header:
+    return b"server-timing", timeline.server_timing()
 
 
 def _own_headers(timeline: Timeline) -> list[Header]:

@@ -41,6 +41,8 @@ def command(topology: Topology, site: Site, engine: Replica, *, light: bool) -> 
     else:
         name = "AsyncARScheduler" if site.accelerator else "ARScheduler"
         argv += ["--scheduler-cls", f"{_SCHEDULER}.ar.{name}"]
+        if stage.id != topology.stages[0].id:
+            argv.append("--enable-prompt-embeds")  # what its chunks bring becomes embeddings
     argv += ["--worker-cls", f"{_WORKER}.{kind}.StageWorker"]
     argv += ["--additional-config", json.dumps({"stage": stage_config(topology, site, engine)})]
     argv += [*topology.args, *stage.args]

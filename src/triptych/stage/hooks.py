@@ -40,8 +40,22 @@ class StageHooks(_Base):  # type: ignore[misc]
                 "in its environment"
             )
         config = stage_config(self.vllm_config.additional_config)
+        if self.vllm_config.speculative_config is not None:
+            raise ValueError("a stage samples one token of a request in a step: start it without speculative decoding")
         super().init_device()
         self.stage = StageStep(self.model_runner, config)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's. Raises SeamError where the model's embeddings would not be looked at."""
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        eager = self.vllm_config.model_config.enforce_eager
+        embeds = runner.enable_prompt_embeds or runner.supports_mm_inputs
+        if isinstance(runner.get_model(), TakesInputs) and not (eager or embeds):
+            raise SeamError(
+                f"{type(runner.get_model()).__name__} makes its own embeddings, and one that is compiled for tokens "
+                "looks at none: start the engine with --enable-prompt-embeds, or with --enforce-eager"
+            )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.stage.begin(scheduler_output)

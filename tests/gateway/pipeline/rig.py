@@ -140,12 +140,16 @@ WHOLE = b"".join(samples(number, 480) for number in range(3))
 
 
 class Rig:
-    """A gateway before stages of `acts` (thinker, talker, codec). `connector`: shm or tcp."""
+    """A gateway before stages of `acts` (thinker, talker, codec). `connector`: shm or tcp; `split`: the thinker is a
+    prefill engine, which is `stages[3]`, and a decode engine."""
 
-    def __init__(self, *acts: Act, connector: str = "shm", **settings: Any) -> None:
+    def __init__(self, *acts: Act, connector: str = "shm", split: bool = False, **settings: Any) -> None:
         acts = (*acts, *(says, waits, speaks)[len(acts) :])
         self.stages = [Stage(name, act, self) for name, act in zip(("thinker", "talker", "codec"), acts, strict=True)]
         self.thinker, self.talker, self.codec = self.stages
+        self._split = split
+        if split:
+            self.stages.append(Stage("prefill", says, self))
         self.running: Running
         self._name = connector
         self._settings = settings
@@ -183,6 +187,8 @@ class Rig:
             "health": {"interval": 3600},
             **self._settings,
         }
+        if self._split:
+            settings |= {"decode": settings.pop("combined"), "prefill": [self.stages[3].url]}
         log = Log("json", "debug", write=self.lines.append, delay=0)
         self._stack.callback(log.attach())
         self.running = await self._stack.enter_async_context(running(GatewaySettings.model_validate(settings), log))

@@ -256,6 +256,20 @@ async def test_over_tcp_it_is_the_same() -> None:
         await rig.nothing_left()
 
 
+async def test_a_thinker_may_itself_be_prefill_and_decode() -> None:
+    async with Rig(split=True) as rig:
+        async with rig.chat() as stream:
+            text, sound, _ = await heard(stream)
+        assert (text, sound) == ("0 1 2 3 ", WHOLE)
+        (prefill,) = rig.stages[3].asked
+        assert prefill["max_tokens"] == 1
+        assert rig.thinker.asked[0]["kv_transfer_params"] is not None
+        assert rig.talker.asked[0]["vllm_xargs"]["triptych_source"] == "127.0.0.1:1"
+        await rig.nothing_left()
+        (timeline,) = rig.gateway.requests
+        assert timeline.plan == "p_d+sound"
+
+
 async def test_a_hundred_at_once_each_hear_their_own() -> None:
     async def own(stage: Stage, request: Request, body: dict[str, Any]) -> None:
         stream = body["vllm_xargs"]["triptych_stream"]

@@ -25,7 +25,7 @@ class TinyOmniTalker(Qwen2ForCausalLM):  # type: ignore[misc]
     def stage_inputs(
         self, rows: Sequence[Row], input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        embeds: torch.Tensor = self.embed_input_ids(input_ids)
+        embeds: torch.Tensor = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         for row in rows:
             if row.information is not None:
                 _hear(row, embeds.shape[1])
