@@ -211,18 +211,24 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         as with vLLM's own streaming input."""
         if not request.num_computed_tokens:
             self._free_request_blocks(request)  # a prompt that was replaced
-        if request.num_in_flight_tokens:
-            # A step that was planned before this chunk came: what it samples belongs behind a prompt that is no more.
-            request.drop_stale_output = True
-            request.num_stale_output_tokens = request.num_in_flight_tokens
-            request.num_output_placeholders = 0
+        self._drop_in_flight(request)
         del request.block_hashes[request.num_computed_tokens // self.hash_block_size :]
         request.update_block_hashes()
         request.status = RequestStatus.WAITING
         self._enqueue_waiting_request(request)
 
+    @staticmethod
+    def _drop_in_flight(request: Request) -> None:
+        """A step that was planned before its chunk came: what it samples belongs behind a prompt that is no more."""
+        if request.num_in_flight_tokens > request.num_stale_output_tokens:
+            request.drop_stale_output = True
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.num_output_placeholders = 0
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+
     def _restate(self, request: Request) -> None:
         """A preempted request goes on from where its answer was, unless that has become part of its prompt."""
+        self._drop_in_flight(request)
         if request.status == RequestStatus.PREEMPTED and request.num_prompt_tokens != request.prompt_tokens_sent:
             request.status = RequestStatus.WAITING
         elif request.status == RequestStatus.WAITING and request.num_output_tokens:
@@ -250,7 +256,7 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         return running, waiting + self.chunk_transfer_adapter.num_parked()
 
     def get_num_unfinished_requests(self) -> int:
-        """Parked requests are none that a step could do anything for: with only those, the engine core sleeps."""
+        """Without parked requests: no step could do anything for them, and the engine core may sleep."""
         unfinished: int = super().get_num_unfinished_requests()
         if self.pause_state == PauseState.UNPAUSED:
             unfinished -= self.chunk_transfer_adapter.num_parked()
@@ -266,15 +272,16 @@ class ChunkScheduling(_Base):  # type: ignore[misc]
         return done
 
     def _take_begun_back(self) -> list[Request]:
-        """Put what is parked into vLLM's queues until the next step. Returns those of them that wait for a chunk and
-        hold blocks, as running ones."""
-        adapter = self.chunk_transfer_adapter
-        begun = list(adapter.waiting_for_chunk_running_requests)
-        adapter.restore_queues(self._waiting_queues, self.running, self.requests)
-        begun = [request for request in begun if request.request_id in self.requests]
-        for request in begun:
+        """Put what is parked into vLLM's queues until the next step, and what holds blocks among the running. Returns
+        those that wait for a chunk, as running ones."""
+        self.chunk_transfer_adapter.restore_queues(self._waiting_queues, self.running, self.requests)
+        held = [request for request in self._waiting_queues if self._holds_kv_blocks(request)]
+        self._waiting_queues.remove_requests(held)
+        self.running += held
+        waits = [request for request in self.running if request.status == RequestStatus["WAITING_FOR_CHUNK"]]
+        for request in [*held, *waits]:
             request.status = RequestStatus.RUNNING
-        return begun
+        return waits
 
     # --- what a step has made
 
