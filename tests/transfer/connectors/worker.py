@@ -1,6 +1,7 @@
 """A bare process at one end of an edge: `worker send|receive FOLDER DEPLOYMENT SEED`.
 
-Prints one line for each thing that matters to who started it. A chunk says which stream and number it is of.
+One more stream never ends, so that whoever is killed leaves one that is cut. Prints one line for each thing that
+matters to who started it. A chunk says which stream and number it is of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triptych.transfer.wire import Tensor
 
 STREAMS = 6
 CHUNKS = 12
+OPEN = "open"
 SIZES = (10, 3000, 20_000, 300_000)
 
 
@@ -47,12 +49,17 @@ def send(connector: SharedMemoryConnector, dice: random.Random) -> None:
     at = dict.fromkeys(range(STREAMS), 0)
     begun = {slot: slot for slot in range(STREAMS)}
     blocked: set[str] = set()
+    opened = 1
+    connector.put("0", "1", f"{OPEN}_0", "open", Mark(opened))
     while True:
         free = [slot for slot in at if f"s{slot}" not in blocked]
         if not free or not inbox.events.empty():
             kind, what = inbox.events.get(timeout=30)
             if kind == "stopped":
                 say(f"stopped {what}")
+                if what.startswith(OPEN):
+                    opened += 1
+                    connector.put("0", "1", f"{OPEN}_0", "open", Mark(opened))
             blocked.discard(what.partition(":")[0])
             continue
         slot = dice.choice(free)
@@ -82,11 +89,15 @@ def receive(connector: SharedMemoryConnector) -> None:
     due = {f"s{slot}": 0 for slot in range(STREAMS)}
     kept: dict[str, object] = {}
     taken = 0
-    for name in due:
+    for name in (OPEN, *due):
         connector.watch("0", "1", name)
     while True:
         _, name = inbox.events.get(timeout=30)
         try:
+            if name == OPEN:
+                for number in range(2):
+                    connector.get("0", "1", f"{OPEN}_{number}")
+                continue
             while (found := connector.get("0", "1", f"{name}_{due[name]}")) is not None:
                 data = found[0]
                 slot = int(name[1:])
