@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import queue
+import time
 import warnings
 from collections import deque
 from dataclasses import replace
@@ -29,6 +31,7 @@ from tests.transfer.adapter.memory import Exchange, MemoryConnector
 from tests.transfer.adapter.stages import forward
 from triptych.models.tiny import write_tiny
 from triptych.transfer.connectors.base import Mark
+from triptych.transfer.errors import BrokenStream
 
 BLOCK = 4
 BLOCKS = 256
@@ -233,6 +236,13 @@ class Stage:
         """End the stage. Nothing is left of any request."""
         self.scheduler.shutdown()
 
+    def sent_all(self) -> None:
+        """The sending side comes to have nothing of any stream."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.adapter._senders.by_id:
+            assert time.monotonic() < deadline, self.adapter._senders.by_id
+            time.sleep(0.001)  # another thread's work, of which nobody tells
+
     def clean(self) -> None:
         """Nothing is held for a request that was."""
         self.rest()
@@ -278,6 +288,56 @@ class Upstream:
 
     def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         self.told.put((stream, reason))
+
+
+class Downstream:
+    """The stage after: takes streams' chunks."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.connector = MemoryConnector(exchange, 1)
+        self.connector.listen(self)
+        self._taken: dict[str, int] = {}
+        self._news: queue.Queue[str] = queue.Queue()
+
+    def watch(self, stream: str) -> None:
+        self.connector.watch("0", "1", stream)
+
+    def first(self, stream: str, meanwhile: Stage | None = None) -> Any:
+        """The next chunk that was not taken. Raises BrokenStream, EndOfStream. `meanwhile`: a stage that goes on."""
+        number = self._taken.get(stream, 0)
+        deadline = time.monotonic() + PATIENCE_S
+        while (got := self.connector.get("0", "1", f"{stream}_{number}")) is None:
+            assert time.monotonic() < deadline, f"no chunk {number} of {stream}"
+            if meanwhile is None or not meanwhile.step():
+                with contextlib.suppress(queue.Empty):
+                    self._news.get(timeout=0.05)  # rung for any stream: another may have taken this one's
+        self._taken[stream] = number + 1
+        return got[0]
+
+    def all(self, stream: str, meanwhile: Stage | None = None) -> list[Any]:
+        """All that come until the stream's last."""
+        found = []
+        while True:
+            found.append(self.first(stream, meanwhile))
+            if bool(found[-1]["meta"]["finished"]):
+                return found
+
+    def broken(self, stream: str) -> str:
+        """Why the stream broke, once it has."""
+        try:
+            while True:
+                self.first(stream)
+        except BrokenStream as error:
+            return str(error)
+
+    def ready(self, stream: str) -> None:
+        self._news.put(stream)
+
+    def writable(self, stream: str) -> None:
+        """It sends nothing."""
+
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
+        """It sends nothing."""
 
 
 def memory_factory(exchange: Exchange) -> Any:

@@ -112,11 +112,12 @@ def test_what_the_chunks_say_beside_the_codes_reaches_the_model(make: Make, upst
     stage.clean()
 
 
-def test_requests_of_no_stream_are_scheduled_as_by_vllm_itself(make: Make) -> None:
+def test_a_request_of_no_stream_is_refused_since_nothing_would_ever_come_for_it(make: Make) -> None:
     stage = generation(make)
     stage.add("plain", PROMPT, max_tokens=3)
     stage.rest()
-    assert len(stage.said["plain"]) == 3
+    assert stage.ends["plain"].finish_reason == FinishReason.ERROR
+    assert "vllm_xargs.triptych_stream is missing" in str(stage.ends["plain"].stop_reason)
     stage.clean()
 
 

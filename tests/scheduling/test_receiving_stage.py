@@ -308,3 +308,23 @@ def test_whatever_happens_in_between_each_stream_answers_to_all_that_it_was_sent
     stage.clean()
     with pytest.raises(queue.Empty):
         upstream.told.get_nowait()
+
+
+def test_requests_that_all_hold_blocks_and_all_want_more_give_way(make: Make, upstream: Upstream) -> None:
+    """With none running vLLM preempts nobody: each would wait for the others' blocks for ever."""
+    stage = receiver(make)
+    spare = stage.scheduler.kv_cache_manager.block_pool.get_new_blocks(stage.free_blocks - 6)
+    for name in ("a", "b", "c"):
+        stage.add(name, PROMPT, name, max_tokens=2)  # two blocks each
+    stage.rest()
+    for name in ("a", "b", "c"):
+        upstream.give(name, received(10))
+    stage.until(lambda: all(len(stage.said.get(name, [])) >= 1 for name in ("a", "b", "c")))
+    for token in range(11, 16):
+        for name in ("a", "b", "c"):
+            upstream.give(name, received(token, finished=token == 15))
+    stage.until(lambda: stage.ends.keys() == {"a", "b", "c"})
+    for name in ("a", "b", "c"):
+        assert stage.said[name][-2:] == answers([*PROMPT, *range(10, 16)], 2)
+    stage.scheduler.kv_cache_manager.block_pool.free_blocks(spare)
+    stage.clean()
