@@ -234,7 +234,7 @@ class News:
     def writable(self, stream: str) -> None:
         self.credit.put(stream)
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         self.credit.put(stream)
 
 
@@ -288,7 +288,7 @@ class ConnectorReceiver(Receiver):
     def writable(self, stream: str) -> None:
         """It sends nothing."""
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         """It sends nothing."""
 
     def _note(self, stream: str) -> None:

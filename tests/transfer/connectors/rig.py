@@ -32,7 +32,7 @@ class Recorder:
     def writable(self, stream: str) -> None:
         self._note("writable", stream)
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         self._note("stopped", stream, reason)
 
     def wait(self, kind: str, stream: str, count: int = 1) -> tuple[str, ...]:

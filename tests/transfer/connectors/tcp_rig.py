@@ -39,7 +39,7 @@ class Told:
     def writable(self, stream: str) -> None:
         self._note("writable", stream)
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         self._note("stopped", stream, reason)
 
     def count(self, *what: str) -> int:

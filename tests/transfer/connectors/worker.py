@@ -34,7 +34,7 @@ class Inbox:
     def writable(self, stream: str) -> None:
         self.events.put(("writable", stream))
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         self.events.put(("stopped", f"{stream}: {reason}"))
 
 

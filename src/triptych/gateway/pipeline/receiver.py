@@ -88,7 +88,7 @@ class SoundReceiver:
     def writable(self, stream: str) -> None:
         """Nothing is sent."""
 
-    def stopped(self, stream: str, reason: str) -> None:
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
         """Nothing is sent."""
 
     def _ring(self, stream: str) -> None:

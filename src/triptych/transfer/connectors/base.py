@@ -44,8 +44,9 @@ class Events(Protocol):
     def writable(self, stream: str) -> None:
         """A stream whose `put` raised `WouldBlock` has credit again, or has ended (and the next `put` says how)."""
 
-    def stopped(self, stream: str, reason: str) -> None:
-        """The consumer does not want the rest of this stream."""
+    def stopped(self, stream: str, reason: str, generation: int | None = None) -> None:
+        """The consumer does not want the rest of this stream. `generation`: of the mark that its chunks were put with;
+        the name may have been begun anew since. None where nothing says."""
 
 
 class Statistics(NamedTuple):

@@ -323,7 +323,7 @@ class Links(ABC):
             if type(news) is Ready:
                 events.ready(news.stream)
             elif isinstance(news, Stopped):
-                events.stopped(news.stream, news.reason)
+                events.stopped(news.stream, news.reason, news.generation)
             else:
                 events.writable(news.stream)
 

@@ -443,7 +443,7 @@ class Outbound:
         self._bury(stream)
         if act is SendAct.REPORT:
             stream.blocked = False
-            self._news.append(Stopped(stream.name, reason))
+            self._news.append(Stopped(stream.name, reason, stream.generation))
         self._writable(stream)
 
     def consumed(self, peer: Peer, number: int, chunk: int) -> None:

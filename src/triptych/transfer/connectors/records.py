@@ -79,10 +79,11 @@ class Stream:
 
 
 class Stopped(NamedTuple):
-    """News: the consumer wants no more."""
+    """News: the consumer wants no more of a generation of this stream; None for one of which nothing was put."""
 
     stream: str
     reason: str
+    generation: int | None
 
 
 class Writable(NamedTuple):
