@@ -239,6 +239,8 @@ class Inbound:
         stream = self._numbers.get(number)
         if stream is None or (stream.peer is not None and stream.peer is not peer):
             return
+        if stream.life.state is Receiving.BROKEN:
+            return  # a sender that fails a stream and then withdraws its chunks says so twice
         if stream.peer is None:
             self._bind(stream, peer)
         act = stream.life.on(ReceiveEvent.FAIL)

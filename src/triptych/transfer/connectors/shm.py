@@ -43,6 +43,7 @@ from triptych.transfer.wire import tensor_maker
 VERSION: Final = 1
 DEPLOYMENT: Final = "default"
 LARGEST: Final = 1 << 40
+_AGAIN: Final = 0.5  # seconds until a sender whose connection broke is looked for
 _BUSY: Final = 0.05  # seconds until a sender whose backlog was full is tried again
 
 
@@ -287,6 +288,9 @@ class SharedMemoryConnector(Hub):
     def _lost(self, link: Link) -> None:
         for name in [name for name, known in self._known.items() if known is link]:
             del self._known[name]
+        if link.to_sender and not self._closed:
+            # It may be alive, and it rings only once: without another look nothing of it would ever come again.
+            self._loop.call_later(_AGAIN, self._again)
 
     def _broke(self, error: OSError) -> str:
         # No network is between the two: a socket whose owner lives does not break.
